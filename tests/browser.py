@@ -12,6 +12,17 @@ CHROMIUM = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make setup-system installs it")
 
 
+def pictured(page: Path, profile: Path, *, dark: bool = False) -> Path:
+    """A picture of the page, 1200 x 800, next to it."""
+    picture = page.with_suffix(".png")
+    words = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    words += " --disable-component-update --disable-sync --hide-scrollbars --window-size=1200,800"
+    words += " --blink-settings=preferredColorScheme=0" * dark
+    command = [str(CHROMIUM), *words.split(), f"--screenshot={picture}", f"--user-data-dir={profile}", page.as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return picture
+
+
 def in_browser(page: Path, profile: Path) -> tuple[str, str]:
     """The document that the browser made of the page, and its messages meanwhile."""
     words = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from rich.text import Text
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.outputs import OutputFile, needed, write_figure, write_whole
+from ckptkit.cli.prices import PRICE, job_price, price_of_hosts, processes_of
 from ckptkit.cli.text import count_text, print_json, print_line, print_table
+from ckptkit.diagnosis.saving import BetterInterval, better_interval
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import (
@@ -30,14 +34,16 @@ from ckptkit.goodput import (
     load_run,
     timeline_of,
 )
+from ckptkit.goodput.prices import Bill, Price, bill_of
 from ckptkit.util.clock import monotonic_s, time_text
 
 _FILE = OutputFile()
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _NUMBERS = frozenset({
     "time", "share", "attempt", "process", "in", "steps lost", "first step after", "caught up after",
-    "committed after (p50)", "restored step", "goodput",
+    "committed after (p50)", "restored step", "goodput", "cost",
 })  # fmt: skip
+_LOSSES = ("attempt", "process", "steps lost", "first step after", "caught up after", "wiped", "lost to")
 _REFRESH_MIN_S = 1.0
 _REFRESH_SHARE = 10.0  # a look costs at most a tenth of a core, however long the logs are
 
@@ -48,6 +54,8 @@ _REFRESH_SHARE = 10.0  # a look costs at most a tenth of a core, however long th
 @click.option("--png", type=_FILE, help="A picture of the time by kind (needs matplotlib).")
 @click.option("--prometheus", type=_FILE, help="Metrics for the node exporter's textfile collector (name it *.prom).")
 @click.option("--tensorboard", type=_DIRECTORY, help="Scalars in this directory (needs tensorboardX).")
+@PRICE
+@price_of_hosts("one for each process of the logs")
 @click.option("--follow", is_flag=True, help="Show the account while the run goes on, until it ends or Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/GOODPUT.md has its shape).")
 def goodput(
@@ -56,6 +64,8 @@ def goodput(
     png: Path | None,
     prometheus: Path | None,
     tensorboard: Path | None,
+    price: Price | None,
+    hosts: int | None,
     follow: bool,
     as_json: bool,
 ) -> int:
@@ -70,13 +80,16 @@ def goodput(
     if tensorboard:
         needed("tensorboardX", "tensorboard")
     directory = Path(run_dir)
+    job_price(price, hosts, processes=1)  # a wrong pair of flags is refused before any work
     if follow:
         _follow(directory)
     logs = _load(directory)
     report = _report(directory, logs)
+    costs = _costs(report, logs, price, hosts)
     name = _run_name(directory.resolve())
     if html:
-        write_whole(html, goodput_page(report, timeline_of(logs), title=f"Goodput of {name}"))
+        bill = None if costs is None else costs.bill
+        write_whole(html, goodput_page(report, timeline_of(logs), title=f"Goodput of {name}", bill=bill))
     if png:
         write_picture(png, report)
     if prometheus:
@@ -84,11 +97,56 @@ def goodput(
     if tensorboard:
         write_tensorboard(tensorboard, report, timeline_of(logs))
     if as_json:
-        print_json(report.to_json())
+        print_json(report.to_json() if costs is None else {**report.to_json(), "cost": costs.to_json()})
     elif not follow:
-        _show(report)
+        _show(report, costs)
     sys.stdout.flush()
     return Exit.OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Costs:
+    """The cost of a run, and the interval of saves that would have cost less."""
+
+    bill: Bill
+    better: BetterInterval | None
+
+    @property
+    def saved(self) -> float:
+        """The part of this run's cost that the better interval would have saved."""
+        return 0.0 if self.better is None else self.better.gain * self.bill.total
+
+    def to_json(self) -> dict[str, Any]:
+        better = None if self.better is None else {**self.better.to_json(), "saved": self.saved}
+        return {**self.bill.to_json(), "better_interval": better}
+
+
+def _costs(
+    report: GoodputReport, logs: Sequence[Sequence[Event]], price: Price | None, hosts: int | None
+) -> _Costs | None:
+    events = list(chain.from_iterable(logs))
+    of_job = job_price(price, hosts, processes=processes_of(events))
+    if of_job is None:
+        return None
+    return _Costs(bill=bill_of(report, of_job), better=better_interval(report, events))
+
+
+def _cost_lines(report: GoodputReport, costs: _Costs | None) -> Iterable[str]:
+    """The cost of the run, and the setting that would have saved most of it, with the arithmetic."""
+    if costs is None:
+        return
+    bill, text = costs.bill, costs.bill.price.host_h.text
+    yield (
+        f"cost {text(bill.total)}: {time_text(report.wall_s)} at {bill.price.rate_text}; "
+        f"{text(bill.badput)} of it was not productive"
+    )
+    if costs.better is not None and costs.saved > 0:
+        better = costs.better
+        yield (
+            f"{better.tier} every {time_text(better.best_s)} instead of every {time_text(better.every_s)} would have "
+            f"saved {better.gain:.2%} of {text(bill.total)} = {text(costs.saved)}"
+        )
+        yield f"  {better.arithmetic}"
 
 
 def _run_name(directory: Path) -> str:
@@ -129,14 +187,14 @@ def _follow(run_dir: Path) -> None:
             return  # the last account stays on the screen
 
 
-def _rows(report: GoodputReport) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
-    """The account as tables: titles of columns, and rows."""
-    kinds = [
+def _rows(report: GoodputReport, costs: _Costs | None = None) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
+    """The account as tables: titles of columns, and rows. With a price the first two have a column of costs."""
+    kinds: list[tuple[str, ...]] = [
         (str(part), time_text(seconds), f"{seconds / report.wall_s:.2%}" if report.wall_s else "-")
         for part, seconds in report.parts_s.items()
         if seconds > 0
     ]
-    losses = [
+    losses: list[tuple[str, ...]] = [
         (
             str(loss.attempt),
             "-" if loss.process is None else str(loss.process),
@@ -148,6 +206,13 @@ def _rows(report: GoodputReport) -> dict[tuple[str, ...], list[tuple[str, ...]]]
         )
         for loss in report.disruptions
     ]
+    priced: tuple[str, ...] = ()
+    if costs is not None:
+        priced, text = ("cost",), costs.bill.price.host_h.text
+        shown = [cost for part, cost in costs.bill.parts.items() if report.parts_s[part] > 0]
+        kinds = [(*row, text(cost)) for row, cost in zip(kinds, shown, strict=True)]
+        lost = ["never" if cost is None else text(cost) for cost in costs.bill.losses]
+        losses = [(*row, cost) for row, cost in zip(losses, lost, strict=True)]
     means = [(phase, time_text(seconds)) for phase, seconds in report.mean_time_to_resume_s.items() if seconds > 0]
     tiers = [(tier, time_text(seconds)) for tier, seconds in report.saves.commit_s_p50.items()]
     restores = [
@@ -160,8 +225,8 @@ def _rows(report: GoodputReport) -> dict[tuple[str, ...], list[tuple[str, ...]]]
         for each in report.restores
     ]
     return {
-        ("kind of time", "time", "share"): kinds,
-        ("attempt", "process", "steps lost", "first step after", "caught up after", "wiped", "lost to"): losses,
+        ("kind of time", "time", "share", *priced): kinds,
+        (*_LOSSES, *priced): losses,
         ("mean time to resume", "time"): means,
         ("tier", "committed after (p50)"): tiers,
         ("attempt", "restored step", "in", "served by"): restores,
@@ -196,10 +261,10 @@ def _head(report: GoodputReport) -> list[str]:
     ]
 
 
-def _show(report: GoodputReport) -> None:
-    for line in _head(report):
+def _show(report: GoodputReport, costs: _Costs | None) -> None:
+    for line in [*_head(report), *_cost_lines(report, costs)]:
         print_line(line)
-    for titles, rows in _rows(report).items():
+    for titles, rows in _rows(report, costs).items():
         if rows:
             print_line()
             print_table([(title, title in _NUMBERS) for title in titles], rows)

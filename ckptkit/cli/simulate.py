@@ -12,8 +12,10 @@ import click
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.outputs import OutputFile, needed, write_figure
+from ckptkit.cli.prices import PRICE
 from ckptkit.cli.progress import counting_bar
 from ckptkit.cli.text import print_json, print_line, print_table, size_text
+from ckptkit.goodput.prices import JobPrice, Price
 from ckptkit.schedule import simulation as sim
 from ckptkit.util.clock import time_text
 
@@ -138,6 +140,7 @@ class _Job:
     help="Also the goodput of the same state and rate per host on so many hosts [default: none].",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed draws the same failures.")
+@PRICE
 @click.option(
     "--json",
     "as_json",
@@ -175,10 +178,12 @@ def simulate(**flags: Any) -> int:
     if flags["plot"]:
         _plot(flags["plot"], results)
     if flags["as_json"]:
-        found: dict[str, Any] = {**job.described, "policies": [result.to_json() for result in results]}
+        found: dict[str, Any] = {**job.described, "policies": _with_costs(flags["price"], job, results)}
         print_json({**found, "projection": projected} if flags["project"] else found)
     else:
         _show(job, results)
+        if flags["price"] is not None:
+            _show_costs(flags["price"], job, results)
         if projected:
             _show_projection(projected)
     sys.stdout.flush()
@@ -309,6 +314,44 @@ def _show_projection(projected: Sequence[Mapping[str, Any]]) -> None:
             [f"{row['hosts']:,}", time_text(row["mtbf_s"]), row["policy"]]
             + [_percent(row[name]) for name in ("goodput", "goodput_ci", "stall", "lost", "down")]
             for row in projected
+        ],
+    )
+
+
+def _with_costs(price: Price | None, job: _Job, results: Sequence[sim.Result]) -> list[dict[str, Any]]:
+    """The results as plain values; with a price also the cost of the time without new work."""
+    if price is None:
+        return [each.to_json() for each in results]
+    whole = _price_of(price, job).cost(job.horizon_s)
+    return [{**each.to_json(), "badput_cost": (1.0 - each.goodput) * whole} for each in results]
+
+
+def _days(job: _Job) -> str:
+    days = job.described["days"]
+    return "1 day" if days == 1 else f"{days:g} days"
+
+
+def _price_of(price: Price, job: _Job) -> JobPrice:
+    return JobPrice(host_h=price, hosts=job.described["hosts"])
+
+
+def _show_costs(price: Price, job: _Job, results: Sequence[sim.Result]) -> None:
+    of_job = _price_of(price, job)
+    whole = of_job.cost(job.horizon_s)
+    best = max(each.goodput for each in results)
+    print_line()
+    print_line(f"cost of a run: {of_job.rate_text}; {_days(job)} = {price.text(whole)}")
+    print_line()
+    print_table(
+        [("policy", False), ("not new work", True), ("its cost", True), ("more than the best", True)],
+        [
+            [
+                each.policy,
+                _percent(1.0 - each.goodput),
+                price.text((1.0 - each.goodput) * whole),
+                price.text((best - each.goodput) * whole),
+            ]
+            for each in results
         ],
     )
 

@@ -18,13 +18,16 @@ from ckptkit.upkeep import usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The findings of the rules for a run, the most urgent first. `events`: where its logs are; None: none were
-    given."""
+    """The findings of the rules for a run, the most urgent first. `events`: where its logs are; None: none were given.
+
+    `facts`: the inputs of the rules.
+    """
 
     root: str
     events: str | None
     rules: int
     advice: tuple[Advice, ...]
+    facts: Facts
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -36,6 +39,7 @@ class Diagnosis:
             "events": self.events,
             "rules": self.rules,
             "advice": [each.to_json() for each in self.advice],
+            "stored_bytes": self.facts.usage.stored_bytes,
             "notes": self.notes,
             "problems": self.problems,
         }
@@ -67,6 +71,7 @@ def diagnose(
         events=events,
         rules=len(RULES),
         advice=tuple(advice),
+        facts=facts,
         notes=listing.notes,
         problems=listing.problems,
     )

@@ -17,12 +17,17 @@ AdviceKind = Literal["slow", "at risk", "wasteful"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One sentence of what is the matter, and one of what to set or do. `rule` is the name of its function."""
+    """One sentence of what is the matter, and one of what to set or do. `rule` is the name of its function.
+
+    `of_run`: the share of the run's time that it costs; `stored_bytes`: the bytes that nobody needs. None: not known.
+    """
 
     rule: str
     kind: AdviceKind
     what: str
     advice: str
+    of_run: float | None = None
+    stored_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""

@@ -11,10 +11,10 @@ from itertools import pairwise
 from statistics import median
 
 from ckptkit.diagnosis.records import Advice, AdviceKind, Facts
+from ckptkit.diagnosis.saving import LOSSES_MIN, better_interval
 from ckptkit.events import Event, Kind
 from ckptkit.inspection.words import count_text, size_text
 from ckptkit.model.tiers import DURABLE
-from ckptkit.schedule import intervals
 from ckptkit.util import clock
 
 DiagnosisRule = Callable[[Facts], list[Advice]]
@@ -23,14 +23,15 @@ STALL_SHARE_MAX = 0.035
 SKIPPED_SHARE_MAX = 0.1
 WAITED_S_MIN = 1.0
 WASTE_GAIN_MIN = 0.01
-LOSSES_MIN = 3
 DURABLE_AGE_TIMES = 3.0
 DEAD_SHARE_MAX = 0.1
 STEPS_MAX = 50
 
 
-def _said(rule: str, kind: AdviceKind, what: str, advice: str) -> list[Advice]:
-    return [Advice(rule=rule, kind=kind, what=what, advice=advice)]
+def _said(
+    rule: str, kind: AdviceKind, what: str, advice: str, *, of_run: float | None = None, stored_bytes: int | None = None
+) -> list[Advice]:
+    return [Advice(rule=rule, kind=kind, what=what, advice=advice, of_run=of_run, stored_bytes=stored_bytes)]
 
 
 def stalls(facts: Facts) -> list[Advice]:
@@ -53,7 +54,7 @@ def stalls(facts: Facts) -> list[Advice]:
         f"{saves.stall_ms_p99:.0f} ms)"
     )
     advice = "save less often (`Tier.ram(save=EverySteps(n))`), or let `GoodputOptimal` choose; docs/TUNING.md"
-    return _said("stalls", "slow", what, advice)
+    return _said("stalls", "slow", what, advice, of_run=share)
 
 
 def waits(facts: Facts) -> list[Advice]:
@@ -70,7 +71,9 @@ def waits(facts: Facts) -> list[Advice]:
     saves = count_text(len(waited), "save")
     what = f"{saves} waited for the durable tier to finish the one before, up to {clock.time_text(longest)}"
     advice = "raise `save_interval_steps`, or leave such saves out: `SaveOptions(durable_busy='skip')`"
-    return _said("waits", "slow", what, advice)
+    total_s = sum(float(event.fields["waited_s"]) for event in waited)
+    of_run = total_s / facts.report.wall_s if facts.report is not None and facts.report.wall_s > 0 else None
+    return _said("waits", "slow", what, advice, of_run=of_run)
 
 
 def staging(facts: Facts) -> list[Advice]:
@@ -100,36 +103,17 @@ def commits(facts: Facts) -> list[Advice]:
 
 
 def interval(facts: Facts) -> list[Advice]:
-    """Another interval of saves would gain 1 % of the run or more, by Young's and Daly's first-order waste C/T + T/2M.
-
-    C: the median stall, T: the median time between commits to the tier that takes most saves, M: the run over its
-    losses (`intervals.daly_s`; J. T. Daly, FGCS 22(3), 2006). With fewer than 3 losses M is not known.
-    """
-    report = facts.report
-    if report is None or len(report.disruptions) < LOSSES_MIN or not report.saves.stall_ms_p50:
+    """Another interval of saves would gain 1 % of the run or more (`better_interval`)."""
+    found = None if facts.report is None else better_interval(facts.report, facts.events)
+    if found is None or found.gain < WASTE_GAIN_MIN:
         return []
-    counts = Counter(event.tier for event in facts.of(Kind.COMMITTED) if event.process == 0)
-    tier = counts.most_common(1)[0][0] if counts else None
-    times = sorted(event.at_s for event in facts.of(Kind.COMMITTED, tier) if event.process == 0)
-    gaps = [after - before for before, after in pairwise(times)]
-    if len(gaps) < LOSSES_MIN:
-        return []
-    cost_s, every_s = report.saves.stall_ms_p50 / 1e3, median(gaps)
-    mtbf_s = report.wall_s / len(report.disruptions)
-    best_s = max(1e-6, float(intervals.daly_s(cost_s, mtbf_s)))
-    gain = _waste(cost_s, every_s, mtbf_s) - _waste(cost_s, best_s, mtbf_s)
-    if gain < WASTE_GAIN_MIN:
-        return []
+    every, mtbf, stall, best = map(clock.time_text, (found.every_s, found.mtbf_s, found.stall_s, found.best_s))
     what = (
-        f"{tier} is saved to every {clock.time_text(every_s)}; with a loss every {clock.time_text(mtbf_s)} and a stall "
-        f"of {clock.time_text(cost_s)}, every {clock.time_text(best_s)} would give back {gain:.1%} of the run"
+        f"{found.tier} is saved to every {every}; with a loss every {mtbf} and a stall of {stall}, every {best} would "
+        f"give back {found.gain:.1%} of the run"
     )
-    return _said("interval", "slow", what, "`GoodputOptimal` keeps the interval there (docs/GOODPUT.md)")
-
-
-def _waste(cost_s: float, every_s: float, mtbf_s: float) -> float:
-    """The share of a run that saves and lost work take together, at most all of it."""
-    return min(1.0, cost_s / every_s + every_s / (2 * mtbf_s))
+    advice = "`GoodputOptimal` keeps the interval there (docs/GOODPUT.md)"
+    return _said("interval", "slow", what, advice, of_run=found.gain)
 
 
 def restores(facts: Facts) -> list[Advice]:
@@ -287,9 +271,8 @@ def dead_weight(facts: Facts) -> list[Advice]:
         kinds[each.kind] += each.stored_bytes
     shown = ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.most_common())
     what = f"{size_text(dead)} of {size_text(usage.stored_bytes)} are dead weight: {shown}"
-    return _said(
-        "dead_weight", "wasteful", what, f"`ckptkit du {usage.root}` shows how to remove each; `ckptkit prune`"
-    )
+    advice = f"`ckptkit du {usage.root}` shows how to remove each; `ckptkit prune`"
+    return _said("dead_weight", "wasteful", what, advice, stored_bytes=dead)
 
 
 def many_steps(facts: Facts) -> list[Advice]:

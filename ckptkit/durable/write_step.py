@@ -186,7 +186,7 @@ class StepWriter:
         for first in range(0, count, at_once):
             if first <= process < first + at_once:
                 write()
-            if first + at_once < count:  # after the last turn all processes meet anyway
+            if first + at_once < count:  # the last turn is followed by an exchange anyway
                 self._coordinator.agree(f"step-turn-{first}", None, lambda _: None)
 
     def _small(self, place: str) -> Store:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ckptkit.goodput.parts import Part
+from ckptkit.goodput.prices import Bill
 from ckptkit.goodput.report import DEFINITIONS, GoodputReport
 from ckptkit.goodput.text import NO_STEPS, caveats, headline
 from ckptkit.goodput.timeline import SaveMark, Stretch, Timeline
@@ -20,6 +21,7 @@ _LANE, _GAP = 22.0, 8.0
 _STRETCHES_MAX = 4000  # more are not told apart on a screen, and a browser takes seconds for them
 _MARKS_MAX = 2000
 _BINS = 24
+_LINES_MAX = 200  # losses whose log lines are shown
 
 # Okabe and Ito's palette, told apart by all common kinds of colour blindness; the hatch tells twins apart in print.
 _LOOK: dict[Part, tuple[str, str]] = {
@@ -39,15 +41,21 @@ _LOOK: dict[Part, tuple[str, str]] = {
 }
 _NAMES = {Part.WASTED: "steps done twice", Part.WASTED_BY_SPIKE: "steps undone by a guard", Part.RECOVERY: "recovery"}
 _STYLE = """
-:root { color-scheme: light; --ink: #1b1f23; --quiet: #5b6570; --rule: #d9dee3; }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); max-width: 1180px; margin: 2rem auto; }
-body { padding: 0 1rem; }
+:root { color-scheme: light dark; --ink: #1b1f23; --quiet: #5b6570; --rule: #d9dee3; --paper: #fff; }
+@media (prefers-color-scheme: dark) {
+:root { --ink: #e6e9ec; --quiet: #a2abb4; --rule: #3a4149; --paper: #14171a; } }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); }
+body { max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p { margin: .2rem 0 .8rem; color: var(--quiet); }
 .figures { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }
 .figure { border: 1px solid var(--rule); border-radius: 6px; padding: .6rem .9rem; min-width: 9rem; }
 .figure b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
-svg { width: 100%; height: auto; display: block; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
+svg { width: 100%; height: auto; display: block; color: var(--ink); }
+.wide { overflow-x: auto; } .wide > svg { min-width: 46rem; } .wide > table { min-width: 34rem; }
+.line { font: 12px/1.5 ui-monospace, monospace; white-space: pre; color: var(--ink); margin: .2rem 0 1rem; }
+h3 { font-size: 1rem; margin: 1rem 0 .2rem; } section:target h3 { text-decoration: underline; }
+a { color: inherit; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 td.n, th.n { text-align: right; } td:first-child { white-space: nowrap; }
@@ -66,8 +74,9 @@ _PATTERNS = """
 """
 
 
-def goodput_page(report: GoodputReport, run: Timeline, *, title: str) -> str:
-    """The page. At most 4,000 stretches and 2,000 marks a lane are drawn: more are merged."""
+def goodput_page(report: GoodputReport, run: Timeline, *, title: str, bill: Bill | None = None) -> str:
+    """The page, with costs where there is a `bill`. At most 4,000 stretches and 2,000 marks a lane are drawn: more are
+    merged."""
     began = datetime.datetime.fromtimestamp(run.origin_s, datetime.UTC)
     return "\n".join(
         [
@@ -80,14 +89,16 @@ def goodput_page(report: GoodputReport, run: Timeline, *, title: str) -> str:
             _figures(report),
             _definitions(report),
             "<h2>What happened when</h2>",
-            _timeline(run),
+            f'<div class="wide">{_timeline(run)}</div>',
             _legend(),
             "<h2>Where the time went</h2>",
-            _bars(report),
+            f'<div class="wide">{_bars(report)}</div>',
+            *([] if bill is None else ["<h2>What it cost</h2>", _costs(bill)]),
             "<h2>What each loss cost</h2>",
             _losses(report, run),
             "<h2>How long saves held the step loop</h2>",
-            _histogram(run.stalls_ms),
+            f'<div class="wide">{_histogram(run.stalls_ms)}</div>',
+            _lines(run),
             "</body></html>",
         ]
     )
@@ -137,13 +148,15 @@ def _timeline(run: Timeline) -> str:
         x, loss = _x(mark.at_s, run), mark.loss
         who = "?" if loss.process is None else loss.process
         said = f"loss of process {who} ({loss.cause}), {loss.lost_steps} steps lost, at {time_text(mark.at_s)}"
-        line = f'<line x1="{x:.1f}" y1="18" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#1b1f23" stroke-dasharray="3 2"/>'
-        cross = f'<path d="M {x - 6:.1f} 6 l 12 12 m 0 -12 l -12 12" stroke="#1b1f23" stroke-width="2.5"/>'
+        line = (
+            f'<line x1="{x:.1f}" y1="18" x2="{x:.1f}" y2="{bottom:.1f}" stroke="currentColor" stroke-dasharray="3 2"/>'
+        )
+        cross = f'<path d="M {x - 6:.1f} 6 l 12 12 m 0 -12 l -12 12" stroke="currentColor" stroke-width="2.5"/>'
         drawn.append(_group("loss", said, line + cross))
     for mark in run.restores:
         x = _x(mark.at_s, run)
         said = f"restored step {mark.step} from {', '.join(mark.tiers) or 'nothing'}, at {time_text(mark.at_s)}"
-        shape = f'<path d="M {x - 6:.1f} 34 l 12 0 l -6 -10 Z" fill="#56B4E9" stroke="#1b1f23"/>'
+        shape = f'<path d="M {x - 6:.1f} 34 l 12 0 l -6 -10 Z" fill="#56B4E9" stroke="currentColor"/>'
         drawn.append(_group("restore", said, shape))
     drawn += _axis(run.wall_s, bottom)
     return "".join([*drawn, "</svg>"])
@@ -163,7 +176,7 @@ def _save(mark: SaveMark, run: Timeline, top: float) -> str:
         shape = f'<path d="M {x - 4:.1f} {middle - 4:.1f} l 8 8 m 0 -8 l -8 8" stroke="#D55E00" stroke-width="2"/>'
         return _group("refused", said, shape)
     said = f"step {mark.step}: committed after {time_text(mark.end_s - mark.start_s)}, at {time_text(mark.end_s)}"
-    shape = f'<rect {_place(x, top + 4, width, _LANE - 8)} fill="#E69F00" stroke="#1b1f23" stroke-width=".4"/>'
+    shape = f'<rect {_place(x, top + 4, width, _LANE - 8)} fill="#E69F00" stroke="currentColor" stroke-width=".4"/>'
     return _group("save", said, shape)
 
 
@@ -183,27 +196,49 @@ def _bars(report: GoodputReport) -> str:
     return "".join([*drawn, "</svg>"])
 
 
+def _costs(bill: Bill) -> str:
+    text = bill.price.host_h.text
+    parts = sorted(bill.parts.items(), key=lambda item: (item[0] != Part.PRODUCTIVE, -item[1]))
+    rows = [("all", bill.total), *((_name(part), cost) for part, cost in parts if cost > 0)]
+    cells = "".join(f"<tr><td>{_text(name)}</td><td class=n>{_text(text(cost))}</td></tr>" for name, cost in rows)
+    head = "<tr><th>kind of time</th><th class=n>cost</th></tr>"
+    return f"<p>{_text(bill.price.rate_text)}</p><table>{head}{cells}</table>"
+
+
 def _losses(report: GoodputReport, run: Timeline) -> str:
     if not report.disruptions:
         return "<p>Nothing was lost.</p>"
     rows = []
-    for mark in run.losses[:_MARKS_MAX]:
+    for number, mark in enumerate(run.losses[:_MARKS_MAX]):
         loss = mark.loss
         phases = sorted(loss.resume_parts_s.items(), key=lambda item: -item[1])
         told = ", ".join(f"{_name(part)} {time_text(seconds)}" for part, seconds in phases if seconds >= 0.005)
         cells = [
-            time_text(mark.at_s),
             f"process {'?' if loss.process is None else loss.process}: {loss.cause}",
             ", ".join(loss.wiped) or "-",
             f"{loss.lost_steps:,}",
             "never" if loss.resume_s is None else time_text(loss.resume_s),
             told or "-",
         ]
-        rows.append("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>")
+        at = time_text(mark.at_s)
+        when = f'<a href="#loss-{number}">{at}</a>' if mark.lines and number < _LINES_MAX else at
+        rows.append(f"<tr><td>{when}</td>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>")
     titles = ("at", "lost", "tiers wiped", "steps lost", "first step again after", "of which")
     more = f"<p>and {len(run.losses) - _MARKS_MAX:,} more</p>" if len(run.losses) > _MARKS_MAX else ""
     head = "".join(f"<th>{title}</th>" for title in titles)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{more}"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<div class="wide">{table}</div>{more}'
+
+
+def _lines(run: Timeline) -> str:
+    """The log lines that lead to each loss: the table of losses links here."""
+    told = []
+    for number, mark in enumerate(run.losses[:_LINES_MAX]):
+        if mark.lines:
+            text = "\n".join(f"{_text(name)}: {_text(line)}" for name, line in mark.lines)
+            head = f"<h3>Before the loss at {time_text(mark.at_s)}</h3>"
+            told.append(f'<section id="loss-{number}">{head}<div class="line wide">{text}</div></section>')
+    return "".join(["<h2>Log lines</h2>", *told]) if told else ""
 
 
 def _histogram(stalls_ms: Sequence[float]) -> str:
@@ -226,10 +261,14 @@ def _histogram(stalls_ms: Sequence[float]) -> str:
         if count:
             drawn.append(f'<text x="{x + each / 2:.1f}" y="{154 - tall:.1f}" text-anchor="middle">{count}</text>')
         if number % 4 == 0:
-            drawn.append(f'<text x="{x:.1f}" y="176" text-anchor="middle">{begin:.3g}</text>')
-    drawn.append(f'<text x="{50 + _BINS * each:.1f}" y="176" text-anchor="middle">{high:.3g}</text>')
+            drawn.append(f'<text x="{x:.1f}" y="176" text-anchor="middle">{_short(begin)}</text>')
+    drawn.append(f'<text x="{50 + _BINS * each:.1f}" y="176" text-anchor="middle">{_short(high)}</text>')
     drawn.append(f'<text x="{_WIDTH / 2:g}" y="196" text-anchor="middle">ms per save and process, log scale</text>')
     return "".join([*drawn, "</svg>"])
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _legend() -> str:

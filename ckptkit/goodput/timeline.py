@@ -11,6 +11,8 @@ from ckptkit.goodput.parts import Interval, Part, partition
 from ckptkit.goodput.report import Disruption, goodput_report, stalls_of
 from ckptkit.goodput.runs import attempts_of, clock_of, intervals
 
+_PROCESSES_SHOWN, _LINES_SHOWN = 8, 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
@@ -34,10 +36,14 @@ class SaveMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMark:
-    """A loss, and what it cost."""
+    """A loss, its cost, and the log lines that lead to it: the launcher's, and each process's last ones.
+
+    `lines`: the name of the log and the line, at most 3 of each of 8 processes, the lost one first.
+    """
 
     at_s: float
     loss: Disruption
+    lines: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +74,9 @@ def timeline_of(logs: Sequence[Sequence[Event]]) -> Timeline:
     attempts, launcher = attempts_of(logs)
     origin_s, end_s = clock_of(attempts, launcher)
     events = [(attempt.number, event) for attempt in attempts for event in attempt.events]
-    lost_at = {e.fields["attempt"]: e.at_s for e in launcher if e.kind == Kind.DISRUPTED}
+    told = {event.fields["attempt"]: event for event in launcher if event.kind == Kind.DISRUPTED}
+    lost_at = {number: event.at_s for number, event in told.items()}
+    by_number = {attempt.number: attempt.events for attempt in attempts}
     last_at = {attempt.number: attempt.last_s for attempt in attempts}
     return Timeline(
         origin_s=origin_s,
@@ -76,12 +84,28 @@ def timeline_of(logs: Sequence[Sequence[Event]]) -> Timeline:
         stretches=tuple(_merged(intervals(attempts, launcher, (origin_s, end_s)), origin_s)),
         saves=tuple(_saves(events, origin_s)),
         losses=tuple(
-            LossMark(at_s=lost_at.get(loss.attempt, last_at.get(loss.attempt, origin_s)) - origin_s, loss=loss)
+            LossMark(
+                at_s=lost_at.get(loss.attempt, last_at.get(loss.attempt, origin_s)) - origin_s,
+                loss=loss,
+                lines=tuple(_lines(loss, told.get(loss.attempt), by_number.get(loss.attempt, []))),
+            )
             for loss in report.disruptions
         ),
         restores=tuple(_restores(events, origin_s)),
         stalls_ms=tuple(sorted(1e3 * stall_s for attempt in attempts for _, stall_s in stalls_of(attempt))),
     )
+
+
+def _lines(loss: Disruption, told: Event | None, events: Sequence[Event]) -> Iterable[tuple[str, str]]:
+    """The launcher's line about a loss, and the last ones of each process of the attempt."""
+    if told is not None:
+        yield "launcher.jsonl", told.to_json()
+    number = next((event.fields["attempt"] for event in events if event.kind == Kind.STARTED), loss.attempt)
+    processes = sorted({event.process for event in events}, key=lambda process: (process != loss.process, process))
+    for process in processes[:_PROCESSES_SHOWN]:
+        own = sorted((event for event in events if event.process == process), key=lambda event: event.at_s)
+        for event in own[-_LINES_SHOWN:]:
+            yield f"attempt-{number}-process-{process}.jsonl", event.to_json()
 
 
 def _merged(claims: Iterable[Interval], origin_s: float) -> list[Stretch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,22 @@ def test_healthy_run_has_no_findings(ckpt: Run, tmp_path: Path) -> None:
     # On a busy machine steps of no length are all stall.
     assert [each["rule"] for each in said["advice"] if each["rule"] not in ("stalls", "commits", "waits")] == []
     assert "no event logs were given" in ckpt("doctor", root).out
+
+
+def test_costs_of_findings_and_of_storage(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+    """A team would not know which finding is worth a day of work."""
+    told = [*saves(range(0, 50, 5), "durable", stall_s=1.0), *spans(range(50))]
+    (tmp_path / "run").mkdir()
+    log = tmp_path / "run" / "attempt-0-process-0.jsonl"
+    log.write_text("".join(f"{each.to_json()}\n" for each in sorted(told, key=lambda each: each.at_s)))
+    words = ("doctor", mine.root, "--events", tmp_path / "run", "--price", "3600", "--storage-price", "$100")
+    told = json.loads(ckpt(*words, "--json").out)
+    assert told["cost"]["total"] == pytest.approx(told["cost"]["parts"]["productive"] + told["cost"]["badput"])
+    assert told["storage_cost_month"] == pytest.approx(100 * told["stored_bytes"] / 1e9)
+    said = ckpt(*words)
+    assert "at 1 x 3,600.00 = 3,600.00 an hour = 10.00" in said.out  # ten stalls of a second
+    assert re.search(r"storage: \d+\.\d+ GB x \$100\.00 = \$\d+\.\d\d a month", said.out)
+    assert ckpt("doctor", mine.root, "--price", "1").code == 2
 
 
 def test_damaged_run_is_diagnosed(ckpt: Run, mine: Ours, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -9,13 +10,14 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckptkit.cli import main
 from ckptkit.events import EventLog, Kind
 from ckptkit.goodput import goodput_page, goodput_report, load_run, timeline_of
 from ckptkit.util import clock
-from tests.browser import in_browser, needs_browser
+from tests.browser import in_browser, needs_browser, pictured
 
 
 @pytest.fixture
@@ -191,7 +193,7 @@ def test_html_page_fetches_nothing_and_escapes_log_text(run_dir: Path):
     page = goodput_page(goodput_report(logs), timeline_of(logs), title="my <run>")
     assert "<script" not in page
     assert "my &lt;run&gt;" in page
-    assert not re.search(r"(src|href)\s*=|url\((?!#)|@import|https?:", page)
+    assert not re.search(r"src\s*=|href\s*=(?!\"#)|url\((?!#)|@import|https?:", page)
 
 
 @needs_browser
@@ -206,6 +208,90 @@ def test_browser_draws_every_loss_without_errors(run_dir: Path, tmp_path: Path):
     assert dom.count('class="save"') + dom.count('class="refused"') == len(run.saves)
     assert dom.count('class="stretch"') == len(run.stretches)
     assert "CONSOLE" not in said
+
+
+@needs_browser
+def test_page_is_dark_where_the_reader_wants_that(run_dir: Path, tmp_path: Path) -> None:
+    """A white page would blind the person who is called at night."""
+    image = pytest.importorskip("matplotlib.image")
+    page = tmp_path / "report.html"
+    assert main(["goodput", str(run_dir), "--html", str(page)]) == 0
+    light = image.imread(pictured(page, tmp_path / "profile"))[..., :3]
+    dark = image.imread(pictured(page, tmp_path / "profile", dark=True))[..., :3]
+    assert np.median(light) > 0.9
+    assert np.median(dark) < 0.2
+
+
+def test_each_loss_links_to_its_log_lines(run_dir: Path, tmp_path: Path) -> None:
+    """The reader of the page would search the logs of a thousand hosts for the moment of the loss."""
+    page = tmp_path / "report.html"
+    assert main(["goodput", str(run_dir), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert '<a href="#loss-0">' in text
+    lines = html.unescape(text.split('<section id="loss-0">')[1].split("</section>")[0])
+    assert 'launcher.jsonl: {"kind":"disrupted"' in lines
+    assert lines.count("attempt-0-process-0.jsonl: ") == 3
+
+
+def test_costs_are_the_times_at_the_price(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The person who pays would get a sum that nobody can check."""
+    assert main(["goodput", str(run_dir), "--price", "$36/h", "--hosts", "100", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    cost = told["cost"]
+    assert cost["total"] == pytest.approx(told["wall_s"])  # a second of the job costs 1
+    assert cost["parts"] == pytest.approx(told["parts_s"])
+    assert cost["badput"] == pytest.approx(told["wall_s"] - told["parts_s"]["productive"])
+    assert cost["losses"] == pytest.approx([told["disruptions"][0]["caught_up_s"]])
+    assert main(["goodput", str(run_dir), "--price", "$36000/h"]) == 0
+    out = capsys.readouterr().out
+    assert f"at 1 x $36,000.00 = $36,000.00 an hour; ${10 * cost['badput']:,.2f} of it was not productive" in out
+
+
+def test_better_interval_is_named_with_its_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reader would know the cost of the run, and not which setting to change."""
+    now = {"s": 1.75e9}
+    monkeypatch.setattr(clock, "wall_s", lambda: now["s"])
+    launcher = EventLog(tmp_path / "launcher.jsonl", process=-1)
+    for attempt in range(4):
+        log = EventLog(tmp_path / f"attempt-{attempt}-process-0.jsonl")
+        log.emit(Kind.STARTED, attempt=attempt, pid=1)
+        for step in range(100 * attempt, 100 * attempt + 100):
+            now["s"] += 10.0
+            log.emit(Kind.SPAN, step=step, span="step", duration_s=10.0)
+            log.emit(Kind.STAGED, step=step, strategy="slot_copy", reason="-", bytes=1, stall_s=1.0)
+            log.emit(Kind.COMMITTED, step=step, tier="ram", bytes=1, duration_s=0.2)
+        log.close()
+        if attempt < 3:
+            launcher.emit(Kind.DISRUPTED, attempt=attempt, lost=0, cause="SIGKILL", wiped=[])
+    launcher.close()
+    assert main(["goodput", str(tmp_path), "--price", "36", "--hosts", "100", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    better = told["cost"]["better_interval"]
+    assert (better["tier"], better["every_s"], better["stall_s"]) == ("ram", 10.0, 1.0)
+    assert better["mtbf_s"] == pytest.approx(4000 / 3)
+    waste = {every: 1 / every + every / 2 / better["mtbf_s"] for every in (10.0, better["best_s"])}
+    assert better["gain"] == pytest.approx(waste[10.0] - waste[better["best_s"]])
+    assert better["saved"] == pytest.approx(better["gain"] * told["cost"]["total"])
+    assert main(["goodput", str(tmp_path), "--price", "36"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"ram every 5\d(\.\d)? s instead of every 10 s would have saved", out), out
+    assert "1 s/10 s + 10 s/(2 x 22.2 min) = 10.38% now" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--price", "cheap"], "'cheap' is not a price; write 2.5/h or $2.5/h"),
+        (["--price", "0.02/GB-month"], "'0.02/GB-month' is not a price; write 2.5/h"),
+        (["--hosts", "3"], "--hosts is for --price: give both, or neither"),
+    ],
+)
+def test_wrong_price_is_refused(run_dir: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sum in the wrong unit would be believed."""
+    assert main(["goodput", str(run_dir), *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_page_has_the_name_of_the_run(run_dir: Path, tmp_path: Path) -> None:

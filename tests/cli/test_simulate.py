@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ def test_projection_is_the_same_job_on_more_hosts(capsys: pytest.CaptureFixture[
     assert large["mtbf_s"] == pytest.approx(same["mtbf_s"] / 100)
     assert large["goodput"] + large["goodput_ci"] < same["goodput"]
     assert sum(large[name] for name in ("goodput", "stall", "lost", "down")) == pytest.approx(1.0)
+
+
+def test_costs_are_what_is_no_new_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """A policy would look cheap or dear by an arithmetic that nobody sees."""
+    words = [*QUICK, "--hosts", "100", "--days", "1", "--price", "2.5/h"]
+    assert main([*words, "--json"]) == 0
+    for each in json.loads(capsys.readouterr().out)["policies"]:
+        assert each["badput_cost"] == pytest.approx((1 - each["goodput"]) * 2.5 * 100 * 24)
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "cost of a run: 100 x 2.50 = 250.00 an hour; 1 day = 6,000.00" in out
+    assert re.search(r"^oracle +\d+\.\d\d % +[\d,]+\.\d\d +0\.00$", out, re.M)
 
 
 def test_plot_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
