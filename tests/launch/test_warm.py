@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Job:
         policy: RestartPolicy = QUICK,
         warm: WarmStart | None = None,
         hang: HangPolicy | None = None,
+        on_attempt: Callable[[int], None] = lambda attempt: None,
     ):
         self.lines: list[tuple[int, str]] = []
         self.said: list[str] = []
@@ -50,6 +52,7 @@ class Job:
             hang=hang,
             hooks=Hooks(
                 on_output=lambda process, line: self.lines.append((process, line)),
+                on_attempt=on_attempt,
                 on_status=self.status.update,
                 say=self.said.append,
             ),
@@ -262,16 +265,16 @@ def test_hundred_restarts_leave_nothing_behind(tmp_path: Path) -> None:
         "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
         "sys.exit(3 if int(sys.argv[1]) < 100 else 0)"
     )
+    seen: list[tuple[int, int, int]] = []
     job = Job(
         [PYTHON, write(tmp_path / "s.py", code), "{attempt}"],
         processes=2,
         policy=RestartPolicy(restarts=100, backoff_s=0.0, grace_s=0.0),
         warm=WarmStart(preload=("json", "subprocess")),
+        on_attempt=lambda attempt: seen.append(held()),
     )
-    seen: list[tuple[int, int, int]] = []
     shm = set(os.listdir("/dev/shm"))
     before = held()
-    job.launcher._on_attempt = lambda attempt: seen.append(held())
     assert job.run() == ExitCode.OK
     assert len(seen) == 101
     assert seen[100] <= tuple(number + 1 for number in seen[2])
