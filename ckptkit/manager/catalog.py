@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptkit.errors import StepNotFoundError
+from ckptkit.inspection.directories import item_handlers, step_items
+from ckptkit.inspection.places import Place
 from ckptkit.job.coordination import ScopedCoordinator
 from ckptkit.manager.build import Components
 from ckptkit.manager.calls import CollectiveCalls
@@ -13,6 +17,17 @@ from ckptkit.manager.opening import take_stock
 from ckptkit.manager.restore import Resumer
 from ckptkit.restore.request import Choose, RestoreRequest
 from ckptkit.restore.restorer import Restored
+
+_TIMEOUT_S = 60.0  # for the small reads of one step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedItems:
+    """What the durable step `step` tells of its items: their directories, and the handlers that it names for them."""
+
+    step: int
+    items: Sequence[str]
+    handlers: Mapping[str, str]
 
 
 class Catalog:
@@ -53,6 +68,27 @@ class Catalog:
         for name, arena in self._storage.arenas.items():
             arena.forget_step(step)
             self._history.ledger.keep_only(name, arena.held())
+
+    def recorded_items(self, step: int | None) -> RecordedItems | None:
+        """What a step (None: the newest one) records of its items. None where there is no such step.
+
+        Called by all processes together: process 0 reads, and all get the same answer, or its error. Waits for saves
+        in flight. Cost: a listing and a small read of the durable step; a step of fast tiers alone records nothing.
+        """
+        with self._calls.entered("recorded-items") as about:
+            self._resumer.refuse_while_pending("load")
+        self._coordinator.begin(about)
+
+        def read() -> dict[str, Any] | None:
+            steps = self._history.ledger.steps()
+            number = step if step is not None or not steps else steps[-1]
+            if number is None or number not in steps:
+                return None
+            place = Place.open(self._storage.durable.reader(number).url, timeout_s=_TIMEOUT_S)
+            return asdict(RecordedItems(step=number, items=step_items(place), handlers=item_handlers(place)))
+
+        found = self._coordinator.ask_process_0("recorded-items", read)
+        return None if found is None else RecordedItems(**found)
 
     def step_times(self) -> dict[int, int]:
         """When each step was committed, in nanoseconds of the wall clock, where that is known without reading."""

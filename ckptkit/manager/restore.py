@@ -83,6 +83,7 @@ class Resumer:
             self._restorer = restorer = Restorer(inventory, job, self._settings.restoring)
             with self._spans.measured("checkpointer"):
                 restored = restorer.restore(step, wanted, about)
+        self._components.history.branch.continue_from_elsewhere()
         return self._given(restored, restorer.rejected, began, url)
 
     def wanted(self, step: int | None, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:

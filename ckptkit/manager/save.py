@@ -158,6 +158,7 @@ class Saver:
                 f"step {step} exists already in {self._durable.url} or its fast tiers; restore an earlier step, or "
                 f"call delete({step}), before it is saved again"
             )
+        self._branch.refuse_to_start_anew(self._durable.url)
         _refuse_unordered(self._options, request.metrics)
         captured, due = self._capture(request, due)
         if captured.by_orbax(due):  # what the pipeline takes it vetoes itself, where it has to

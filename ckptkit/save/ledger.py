@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.errors import CheckpointError
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import PEER
 from ckptkit.util import clock
 
 SaveState = Literal["in_flight", "committed", "rejected", "failed"]
+_NAMED_MAX = 20  # steps, in one message
 _NAMES_KEPT = 10_000  # of calls of `save`: more than can wait for their votes
 FAILURES_MAX = 100  # how many failed saves are remembered
 
@@ -217,6 +219,7 @@ class Branch:
         self._names: dict[str, int] = {}  # of calls of `save`, numbered
         self._entered = 0
         self._line = 0  # restores that the run continued from
+        self._restored_elsewhere = False
         self._calls: dict[str, tuple[int, int]] = {}  # by kind, the step of the last call, and its repetitions
 
     @property
@@ -230,6 +233,27 @@ class Branch:
         self._base = save_id
         self._line += 1
         self._calls.clear()
+
+    def continue_from_elsewhere(self) -> None:
+        """The run continues from a save of another root."""
+        self._restored_elsewhere = True
+
+    def refuse_to_start_anew(self, url: str) -> None:
+        """Raises `CheckpointError` for the first save of a run whose restore found every step damaged.
+
+        The save would be newer than these steps: a restart would restore it, and delete them, even where they can be
+        repaired, or where only this host reads them wrongly.
+        """
+        has_state = self._has_saved or self._line > 0 or self._restored_elsewhere
+        damaged = sorted({record.step for record in self._ledger.rejected()})
+        if has_state or not damaged or self._ledger.records():
+            return
+        named = ", ".join(map(str, damaged[-_NAMED_MAX:]))
+        raise CheckpointError(
+            f"{url}: a restore found every step damaged ({named}), and a new run would replace them. Repair them with "
+            f"`ckptkit scrub --repair`, delete each with delete(step), or save to another directory",
+            path=url,
+        )
 
     def records(self) -> list[StepRecord]:
         """The records next to the next save, of damaged steps too, but without those that a rollback is about to

@@ -11,13 +11,11 @@ from orbax.checkpoint.experimental import v1 as orbax_v1
 
 from ckptkit.durable.orbax import v1 as resolved
 from ckptkit.durable.orbax.v1_args import HandledRestore, HandledSave, TreeRestore, TreeSave
-from ckptkit.inspection.directories import item_handlers, step_items
-from ckptkit.inspection.places import Place
+from ckptkit.manager.catalog import RecordedItems
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.v1.context import restored_by_orbax, saved_by_orbax
 
 METRICS = "metrics"  # a checkpointable that Orbax keeps for itself
-_TIMEOUT_S = 60.0
 _GRAIN = "grain."  # in the name of the handler of Grain's iterators
 
 
@@ -30,22 +28,18 @@ def save_args(context: orbax_v1.Context, checkpointables: Mapping[str, Any], pro
 
 
 def restore_args(
-    context: orbax_v1.Context, abstract: Mapping[str, Any] | None, step_url: str, profile: DurableProfile
+    context: orbax_v1.Context, abstract: Mapping[str, Any] | None, recorded: RecordedItems, profile: DurableProfile
 ) -> Any:
-    """The arguments that restore them, or None where the manager restores all that the step has by itself.
-
-    Cost: a small read of the durable step, and a listing where `abstract` is None.
-    """
-    place = Place.open(step_url, timeout_s=_TIMEOUT_S)
-    recorded = item_handlers(place)
+    """The arguments that restore them, or None where the manager restores all that the step has by itself."""
+    handlers = recorded.handlers
     by_orbax = restored_by_orbax(context, profile)
     with context:
         if abstract is None:
-            if not by_orbax and all(_is_common(context, name, handler) for name, handler in recorded.items()):
+            if not by_orbax and all(_is_common(context, name, handler) for name, handler in handlers.items()):
                 return None
-            abstract = dict.fromkeys(name for name in step_items(place) if name != METRICS)
+            abstract = dict.fromkeys(name for name in recorded.items if name != METRICS)
         found = {
-            name: _restore_arg(context, name, value, recorded.get(name), by_orbax) for name, value in abstract.items()
+            name: _restore_arg(context, name, value, handlers.get(name), by_orbax) for name, value in abstract.items()
         }
     return ocp.args.Composite(**found)
 

@@ -333,11 +333,11 @@ class Checkpointer:
         return in_job(checked_context(context), jax.process_count())
 
     def _load(self, step: Step, abstract: dict[str, Any] | None, context: orbax_v1.Context) -> dict[str, Any]:
-        number = None if step is None else self._existing(step)
-        if not self._manager.all_steps():
-            raise errors.StepNotFoundError("Specified `step=None`, but no checkpoints were found.")
-        shown = number if number is not None else self._manager.all_steps()[-1]
-        args = restore_args(context, abstract, str(self._path(shown)), self._profile)
+        number = None if step is None else _number(step)
+        recorded = self._manager.inner.recorded_items(number)
+        if recorded is None:
+            raise _not_found(number)
+        args = restore_args(context, abstract, recorded, self._profile)
         try:
             with context:
                 found = self._manager.restore(number, args=args)
@@ -353,12 +353,10 @@ class Checkpointer:
         return self.directory / self._names.build_name(step)
 
     def _existing(self, step: Step) -> int:
-        steps = sorted(self._manager.all_steps())
-        if step is None and not steps:
-            raise errors.StepNotFoundError("Specified `step=None`, but no checkpoints were found.")
-        number = steps[-1] if step is None else _number(step)
-        if number not in steps:
-            raise errors.StepNotFoundError(f"No checkpoint found at step {number}.")
+        steps = self._manager.all_steps()
+        number = max(steps, default=None) if step is None else _number(step)
+        if number is None or number not in steps:
+            raise _not_found(number)
         return number
 
     def _described(self, step: int, found: Any) -> CheckpointMetadata[Any]:
@@ -372,6 +370,12 @@ class Checkpointer:
             custom_metadata=without_identity(found.custom_metadata) or None,
             metrics=self._manager.inner.known_metrics(step),
         )
+
+
+def _not_found(step: int | None) -> errors.StepNotFoundError:
+    if step is None:
+        return errors.StepNotFoundError("Specified `step=None`, but no checkpoints were found.")
+    return errors.StepNotFoundError(f"No checkpoint found at step {step}.")
 
 
 def _number(step: int | CheckpointMetadata) -> int:

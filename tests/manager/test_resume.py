@@ -116,6 +116,70 @@ def test_no_step_is_latest_when_all_are_damaged(tmp_path: Path) -> None:
         assert manager.restore(None)["w"].shape == (2,)
 
 
+def test_new_run_does_not_replace_steps_that_are_all_damaged(tmp_path: Path) -> None:
+    """A host that reads all steps wrongly would begin anew, and the next host would delete the steps of the old run."""
+    save_steps(tmp_path, 1, 2)
+    whole = {step: tmp_path.parent / f"whole-{step}" for step in (1, 2)}
+    for step, copy in whole.items():
+        shutil.copytree(tmp_path / str(step), copy)
+        damage(tmp_path, step)
+    with make_manager(tmp_path) as manager:
+        with pytest.raises(ckptkit.NoRestorableStepError):
+            manager.restore(None)
+        for step in (0, 3):
+            with pytest.raises(ckptkit.CheckpointError, match=r"every step damaged \(1, 2\).*delete each") as caught:
+                manager.save(step, args=args.StandardSave({"w": jnp.zeros(2000)}))
+            assert caught.value.path == str(tmp_path)
+    for step, copy in whole.items():
+        shutil.rmtree(tmp_path / str(step))
+        copy.rename(tmp_path / str(step))
+    with make_manager(tmp_path) as manager:
+        assert float(manager.restore(None)["w"][0]) == 2.0
+        assert manager.all_steps() == [1, 2]
+
+
+def test_new_run_begins_once_the_damaged_steps_are_deleted(tmp_path: Path) -> None:
+    """Nobody could start anew in a root whose steps are all damaged."""
+    save_steps(tmp_path, 1, 2)
+    for step in (1, 2):
+        damage(tmp_path, step)
+    with make_manager(tmp_path) as manager:
+        with pytest.raises(ckptkit.NoRestorableStepError):
+            manager.restore(None)
+        manager.delete(1)
+        with pytest.raises(ckptkit.CheckpointError, match=r"every step damaged \(2\)"):
+            manager.save(0, args=args.StandardSave({"w": jnp.zeros(2000)}))
+        manager.delete(2)
+        assert train(manager, 3) == 3.0
+        assert manager.all_steps() == [1, 2, 3]
+    with make_manager(tmp_path) as manager:
+        assert train(manager, 4) == 4.0
+
+
+@pytest.mark.parametrize("state", ["saved", "restored", "restored elsewhere"])
+def test_run_with_a_state_of_its_own_saves_next_to_damaged_steps(tmp_path: Path, state: str) -> None:
+    """A run in mid-training would be refused the save that its next start needs."""
+    root, backup = tmp_path / "root", tmp_path / "backup"
+    save_steps(root, 1, 2)
+    shutil.copytree(root, backup)
+    with make_manager(root) as manager:
+        if state == "saved":
+            assert manager.save(3, args=args.StandardSave({"w": jnp.full(2000, 3.0)}))
+            manager.wait_until_finished()
+        elif state == "restored":
+            manager.restore(None)
+        for step in manager.all_steps():
+            damage(root, step)
+        with pytest.raises(ckptkit.NoRestorableStepError):
+            manager.restore(None)
+        if state == "restored elsewhere":
+            assert float(manager.restore(None, directory=backup)["w"][0]) == 2.0
+        assert manager.save(4, args=args.StandardSave({"w": jnp.full(2000, 4.0)}))
+        manager.wait_until_finished()
+    with make_manager(root) as manager:
+        assert float(manager.restore(None)["w"][0]) == 4.0
+
+
 def test_run_that_falls_back_midway_abandons_the_damaged_step(tmp_path: Path) -> None:
     """A restart would count the damaged step as one of the new branch."""
     with make_manager(tmp_path) as manager:
