@@ -27,7 +27,8 @@ class Checkpointer(_Direct, ocp.Checkpointer):
 
     The directory is a plain one of Orbax, which stock Orbax restores. A handler that is not `PyTreeCheckpointHandler`
     or `StandardCheckpointHandler` works as in Orbax, without digests; a log line tells it. The arguments are Orbax's.
-    Cost in addition to Orbax's: a copy of this process's part of the tree in host memory while it is saved.
+    Cost in addition to Orbax's: a copy of this process's part of the tree in host memory, kept for the next save until
+    `close`.
 
     `restore` raises `CorruptCheckpointError` for damage on every process, `TreeMismatchError` with all differences,
     `StoreError` for what cannot be reached. A directory without digests loads as in stock Orbax, with a log line.

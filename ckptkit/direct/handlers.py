@@ -11,6 +11,7 @@ from orbax.checkpoint import checkpoint_args
 from orbax.checkpoint._src import asyncio_utils
 
 from ckptkit.direct.loading import Loader
+from ckptkit.direct.memory import StagingMemory
 from ckptkit.direct.staging import staged
 from ckptkit.durable.orbax.handlers import LoneTreeHandler, write_sidecar_sign
 from ckptkit.durable.orbax.manager import StockManager
@@ -31,13 +32,14 @@ class _Proving:
         options = ocp.options.MultiprocessingOptions(primary_host=tree._primary_host)
         self._lone_tree = LoneTreeHandler(options)
         self._loader = Loader()
+        self._memory = StagingMemory()
 
     async def async_save(self, directory: Any, *legacy: Any, args: Any = None, **named: Any) -> Any:
         """As Orbax's. Returns once the caller may donate the arrays."""
         stock: Any = super()
         if args is None:
             return await stock.async_save(directory, *legacy, **named)
-        tree = staged(args, directory.name.partition(TEMPORARY)[0])
+        tree = staged(args, directory.name.partition(TEMPORARY)[0], self._memory)
         if tree is None:
             _log.info("%s: Orbax alone can hold this tree, so it is saved without digests", directory)
             return await stock.async_save(directory, args=args)
@@ -57,6 +59,12 @@ class _Proving:
         stock: Any = super()
         stock.finalize(directory)
         write_sidecar_sign(directory)
+
+    def close(self) -> None:
+        """As Orbax's; frees the host memory that is kept for saves."""
+        stock: Any = super()
+        stock.close()
+        self._memory.close()
 
     def restore(self, directory: Any, *legacy: Any, args: Any = None, **named: Any) -> Any:
         """As Orbax's, each cell compared with its digest first. A directory without digests loads as in stock Orbax.

@@ -6,8 +6,8 @@ import socket
 from typing import Any
 
 import jax
-import numpy as np
 
+from ckptkit.direct.memory import StagingMemory
 from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.model.manifest import Manifest, SaveId, Writer
@@ -17,17 +17,16 @@ from ckptkit.snapshot.copying import copy_shards
 from ckptkit.snapshot.describe import describe_items, with_digests
 from ckptkit.snapshot.items import save_items
 from ckptkit.snapshot.shards import local_shards
-from ckptkit.util.pages import empty_block
 
 _LONE = SaveId(epoch=0, step=0, number=0)  # of no run: a run's first epoch is 1
 
 
-def staged(args: Any, item: str) -> HostTreeSave | None:
-    """The boxes that this process writes of a tree, in host memory of their own, and its sidecar.
+def staged(args: Any, item: str, kept: StagingMemory) -> HostTreeSave | None:
+    """The boxes that this process writes of a tree, in host memory taken from `kept`, and its sidecar.
 
     None for a tree that only Orbax's handlers hold: one with leaves of another kind. When it returns, nothing refers to
     the arrays any more, and the caller may donate them. Cost: one copy at memory speed, and as much host memory as this
-    process holds of the tree.
+    process holds of the tree, until `kept` is closed.
     """
     captured = save_items({item: args}, default_item=True)
     if isinstance(captured, str):
@@ -37,7 +36,7 @@ def staged(args: Any, item: str) -> HostTreeSave | None:
     if any(record.kind == "jax" and 0 in record.shape for record in records):
         return None  # Orbax refuses it, and names the leaf
     refuse_unwritable(records)
-    memory = empty_block((description.slot_bytes,), np.dtype(np.uint8))
+    memory = kept.take(description.slot_bytes)
     digests = copy_shards(local_shards(description, captured.trees), memory)
     manifest = Manifest(
         save_id=_LONE,

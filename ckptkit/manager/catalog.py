@@ -23,7 +23,7 @@ _TIMEOUT_S = 60.0  # for the small reads of one step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedItems:
-    """What the durable step `step` tells of its items: their directories, and the handlers that it names for them."""
+    """The items of the durable step `step`: their directories, and the handlers that the step names for them."""
 
     step: int
     items: Sequence[str]
@@ -70,7 +70,7 @@ class Catalog:
             self._history.ledger.keep_only(name, arena.held())
 
     def recorded_items(self, step: int | None) -> RecordedItems | None:
-        """What a step (None: the newest one) records of its items. None where there is no such step.
+        """The items of a step (None: of the newest one) as the step records them. None where there is no such step.
 
         Called by all processes together: process 0 reads, and all get the same answer, or its error. Waits for saves
         in flight. Cost: a listing and a small read of the durable step; a step of fast tiers alone records nothing.
