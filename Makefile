@@ -169,7 +169,7 @@ stranger-%:
 # Exporters and dashboards against Prometheus (`make setup-system`), an OTLP collector, TensorBoard and W&B.
 test-telemetry: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[telemetry-test]'
-	$(BIN)/python -m pytest tests/goodput/exporters
+	$(BIN)/python -m pytest tests/goodput/exporters tests/bench/test_exporters.py
 
 # The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
 docs: setup

@@ -5,9 +5,10 @@ that is killed again and again, compared with stock Orbax), `proof` (the cost of
 protocol alone, judged by an oracle), `gather` (the exchange of a large job's processes before a restore), `broadcast`
 (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput), `policy` (save
 intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within a memory
-budget), `gpu` (staging strategies on accelerators), `herd` (a thousand hosts that restore from a bucket at once),
-`inspect` (100,000 leaves), `zoo` (every command over roots with strange things in them). `all` runs everything but
-`gpu` and `herd` and renders `bench/REPORT.md`, `report` again.
+budget), `exporters` (the cost of live metrics and traces), `gpu` (staging strategies on accelerators), `herd` (a
+thousand hosts that restore from a bucket at once), `inspect` (100,000 leaves), `zoo` (every command over roots with
+strange things in them). `all` runs everything but `exporters`, `gpu` and `herd` and renders `bench/REPORT.md`, `report`
+again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from bench.corruption import main as corruption
 from bench.crashpoints import main as crashpoints
 from bench.environment import environment
 from bench.everything import main as everything
+from bench.exporters import main as exporters
 from bench.faults import main as faults
 from bench.figures import available
 from bench.gather import main as gather
@@ -62,6 +64,7 @@ _CAMPAIGNS = {
     "convert": convert,
     "corruption": corruption,
     "crashpoints": crashpoints,
+    "exporters": exporters,
     "faults": faults,
     "gather": gather,
     "gpu": gpu,
