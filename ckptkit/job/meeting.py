@@ -30,6 +30,7 @@ _ONE_BY_ONE = 16  # so many that are missing are looked for one by one at the en
 _VERDICT_SPARE_S = 5.0  # process 0 waits for all until the deadline, and then its verdict has to arrive
 _LOOK_S = 0.5  # how often process 0 looks for a veto while it waits for others
 _SLICE_MAX_S = 4.0  # how often a waiting process checks whether process 0 has left the exchange
+_SLICES_MIN = 4  # in a short wait it checks as often as this
 _RETRY_S = (0.05, 2.0)  # the first pause before a request is sent again, and the longest
 
 
@@ -206,6 +207,7 @@ class Meetings:
         if order is None:
             return (yield from _patient_get(key, until_s))
         state, slice_s, own = self._told.setdefault(channel, _Channel()), _LOOK_S / 2, order(about)
+        slice_max_s = min(_SLICE_MAX_S, max(slice_s, (until_s - (yield Now())) / _SLICES_MIN))
         while True:
             passed = state.passed > own
             now_s = yield Now()
@@ -221,7 +223,7 @@ class Meetings:
             head = yield from _short_get(self._head(channel), now_s)
             if head is not None:  # one that this process does not know is later than this exchange; more is not known
                 state.passed = max(state.passed, order(head) if order(head) < math.inf else own + 0.5)
-            slice_s = min(2 * slice_s, _SLICE_MAX_S)
+            slice_s = min(2 * slice_s, slice_max_s)
 
     def _head(self, channel: str) -> str:
         return f"{self._prefix}/{channel}/head"
