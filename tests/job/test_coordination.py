@@ -379,18 +379,24 @@ def test_process_0_publishes_without_a_barrier(job: FakeJob, monkeypatch: pytest
 def test_short_wait_ends_soon_after_process_0_has_left(left_s: float) -> None:
     """The writer of one process would stand in a dead exchange, and lose the saves that the others make meanwhile."""
     exchange = meeting.Meetings("job", 1, 2).agree("commit", 1, lambda _: None, timeout_s=3.0, about="2", order=float)
-    now_s, answer = 0.0, None
-    with pytest.raises(CoordinationError, match="process 0 has left this exchange"):
+    now_s = 0.0
+
+    def answer(request: meeting.Request) -> Any:
+        nonlocal now_s
+        match request:
+            case meeting.Now():
+                return now_s
+            case meeting.Get(key=key) if key.endswith("/head"):
+                return "5" if now_s >= left_s else None
+            case meeting.Get(timeout_s=timeout_s):
+                now_s += timeout_s
+        return None
+
+    def drive() -> None:
+        answered = None
         while True:
-            request = exchange.send(answer)
-            answer = None
-            match request:
-                case meeting.Now():
-                    answer = now_s
-                case meeting.Get(key=key) if key.endswith("/head"):
-                    answer = "5" if now_s >= left_s else None
-                case meeting.Get(timeout_s=timeout_s):
-                    now_s += timeout_s
-                case _:
-                    pass
+            answered = answer(exchange.send(answered))
+
+    with pytest.raises(CoordinationError, match="process 0 has left this exchange"):
+        drive()
     assert now_s - left_s <= (3.0 + meeting._VERDICT_SPARE_S) / 4 + 0.1
