@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.cli.text import size_text
-from ckptkit.formats import MEMORY_BYTES
+from ckptkit.formats.tensors import MEMORY_BYTES
 from ckptkit.model import paths
+from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store.backends import properties_of
+
+if TYPE_CHECKING:
+    from ckptkit.upkeep import Keep
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?B)?", re.IGNORECASE)
@@ -31,6 +35,22 @@ class SizeType(click.ParamType):
         if match is None or float(match[1]) == 0:
             self.fail(f"{value!r} is not a size; write 512MB, 4GiB or a number of bytes", param, ctx)
         return max(1, int(float(match[1]) * (1 << _UNITS[match[2].upper()])))
+
+
+class KeepType(click.ParamType):
+    """`newest=5`, `bytes=2TiB`, `every=1000`: the policies of the library on the command line."""
+
+    name = "rule"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Keep:
+        """The policy, or click's message."""
+        word, _, amount = str(value).partition("=")
+        if word == "bytes":
+            return KeepBytes(SizeType().convert(amount, param, ctx))
+        try:
+            return {"newest": KeepNewest, "every": EverySteps}[word](int(amount))
+        except (KeyError, ValueError):
+            self.fail(f"{value!r} is not a rule; write newest=5, bytes=2TiB or every=1000", param, ctx)
 
 
 TIMEOUT = click.option(

@@ -23,8 +23,8 @@ from ckptkit.model.manifest import digest_of
 from ckptkit.store import Stat, Store, open_store, put_new
 from ckptkit.store.backends import BACKENDS, backend_of, properties_of
 from ckptkit.store.local import LocalStore, remove_empty, sync_directory, sync_tree
+from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore
-from ckptkit.verification.quarantine import alone_at
 
 _LOCK = ".ckptkit-lock"
 _BATCH_BYTES = 32 << 20  # of small files that are noted together

@@ -6,11 +6,12 @@ import ast
 import json
 import re
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.util.sizes import size_text as size_text
+
+if TYPE_CHECKING:
+    import numpy as np  # 0.1 s that `ckptkit --help` does not need
 
 
 @lru_cache(maxsize=4096)  # many leaves, few shardings
@@ -56,6 +57,8 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _name_of(text: str) -> str:
+    import numpy as np
+
     dtype = np.dtype(text)
     registered = dtype.isbuiltin == 2  # bfloat16 and its kin, which have kind V
     if dtype.kind not in "biufc" and not registered:

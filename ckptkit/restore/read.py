@@ -19,10 +19,9 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreacha
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord
 from ckptkit.restore.plan import BoxRead, Key, RestorePlan, in_reading_order
-from ckptkit.snapshot.copying import copy_threads, share_work
-from ckptkit.snapshot.describe import SMALL_BYTES
 from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import ALIGNMENT_BYTES, empty_block
+from ckptkit.util.sharing import SMALL_BYTES, copy_threads, share_work
 
 _HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _REMOTE_READS = 8  # at a time: each waits for a store's answer

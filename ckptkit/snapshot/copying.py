@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, zip_longest
 from typing import Any, final
 
@@ -14,12 +12,11 @@ import jax
 import numpy as np
 
 from ckptkit.model.manifest import copy_digested, digest_of
-from ckptkit.snapshot.describe import SMALL_BYTES, Description, Digests, SlotExtent
+from ckptkit.snapshot.describe import Description, Digests, SlotExtent
 from ckptkit.snapshot.shards import Shard
+from ckptkit.util.sharing import SMALL_BYTES, copy_threads, share_work
 
-COPY_THREADS = min(4, os.cpu_count() or 1)
 WINDOW_BYTES = 256 << 20  # of host memory for each device whose boxes are being transferred
-_SHARED_BYTES = 16 << 20  # below it the copy is over before a second thread has started
 
 
 def copy_shards(
@@ -83,25 +80,6 @@ def copy_shards(
 
     share_work(copy_large, copy_threads(large_bytes), meanwhile=copy_small)
     return {number: tuple(found) for number, found in digests.items()}
-
-
-def share_work(work: Callable[[], None], threads: int, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Runs `work` on so many threads, of which this one is the last: it does `meanwhile` first.
-
-    Small shards belong into `meanwhile`: it is bound by the interpreter, and threads would only get in each other's
-    way. Raises what one of them raised, once all have ended.
-    """
-    with ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="ckptkit-copy") as pool:
-        others = [pool.submit(work) for _ in range(threads - 1)]
-        meanwhile()
-        work()
-        for other in others:
-            other.result()
-
-
-def copy_threads(size_bytes: int) -> int:
-    """How many threads copying so many bytes is worth."""
-    return COPY_THREADS if size_bytes >= _SHARED_BYTES else 1
 
 
 def transfer_bytes(description: Description) -> int:

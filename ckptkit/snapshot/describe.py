@@ -17,8 +17,7 @@ from ckptkit.model.boxes import CELL_BYTES, Box, boxes_by_process, cell_shape
 from ckptkit.model.manifest import BoxRecord, LeafKind, LeafRecord, cell_ranges
 from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import PAGE_BYTES
-
-SMALL_BYTES = 64 << 10  # below it a piece is bound by the interpreter
+from ckptkit.util.sharing import SMALL_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import fsspec
-
 from ckptkit.store.backend import BUCKET, PLAIN_PATH, Access, Ask, Backend
 
 
@@ -32,6 +30,8 @@ def _delete_generations(ask: Ask, generations: Mapping[str, int], timeout_s: flo
         with suppress(FileNotFoundError):
             ask("call", "DELETE", "b/{}/o/{}", *path.split("/", 1), generation=generations[path])
     if plain:
+        import fsspec  # loaded by now: only a bucket has generations
+
         by_generation: Any = fsspec.filesystem("gs", version_aware=True)
         with suppress(FileNotFoundError):
             by_generation.rm([f"{path}#{generations[path]}" for path in plain], timeout=timeout_s)

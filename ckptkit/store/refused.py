@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
-import fsspec
-
 from ckptkit.errors import StoreError
 from ckptkit.store.backend import Needed
 from ckptkit.store.backends import backend_of
@@ -51,6 +49,8 @@ def identity(url: str) -> str:
     """The identity of this process for a bucket, as far as its client knows without a request: an address, a file, or
     anonymous."""
     who = None
+    import fsspec  # loaded by now: a bucket has refused something
+
     with suppress(Exception):  # a message is made: nothing here may hide what it is about
         who = backend_of(url).access.caller(fsspec.core.url_to_fs(url)[0])
     return who or "a caller that cannot be named here"

@@ -8,7 +8,6 @@ from ckptkit.errors import StoreError
 from ckptkit.store.backends import properties_of
 from ckptkit.store.base import Store
 from ckptkit.store.local import LocalStore
-from ckptkit.store.remote import OPERATION_TIMEOUT_S, RemoteStore
 from ckptkit.store.retry import RetryStore
 
 
@@ -33,5 +32,7 @@ def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0, timeou
     root = os.fspath(root)
     if properties_of(root).file_system:
         return RetryStore(LocalStore(root.removeprefix("file://")), deadline_s=deadline_s)
+    from ckptkit.store.remote import OPERATION_TIMEOUT_S, RemoteStore  # fsspec: 0.2 s that a directory does not need
+
     timeout_s = min(deadline_s, OPERATION_TIMEOUT_S if timeout_s is None else timeout_s)
     return RetryStore(RemoteStore(root, timeout_s=timeout_s), deadline_s=deadline_s)

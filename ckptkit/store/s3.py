@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import fsspec
-
 from ckptkit.store.backend import BUCKET, Access, Ask, Backend
 
 _BATCH = 1000  # keys of one deletion
@@ -53,6 +51,8 @@ def _service() -> Mapping[str, str]:
     TensorStore does not read where other clients are led (`AWS_ENDPOINT_URL`, profiles): these are those that s3fs has
     found. Raises what s3fs raises without credentials; ImportError without s3fs.
     """
+    import fsspec  # loaded by now: `RemoteStore` needs it
+
     client: Any = fsspec.filesystem("s3")
     client.connect()
     meta = client._s3.meta

@@ -18,9 +18,9 @@ from ckptkit.inspection.records import FORMAT
 from ckptkit.model import paths
 from ckptkit.slots.files import remove_slots
 from ckptkit.slots.reader import slot_directories
+from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
-from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

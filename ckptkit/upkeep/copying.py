@@ -30,13 +30,13 @@ from ckptkit.model import paths
 from ckptkit.store import open_store, put_new
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import remove_empty, sync_directory
+from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore, forget_listings
 from ckptkit.store.retry import retried
 from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep, sizes_of, stamp_of
 from ckptkit.util import clock
 from ckptkit.verification.durable import prove_written
 from ckptkit.verification.pool import Limits
-from ckptkit.verification.quarantine import alone_at
 
 Moved = Callable[[int, int], None]  # bytes copied, bytes in all
 

@@ -19,10 +19,10 @@ from ckptkit.inspection.places import Place
 from ckptkit.model import paths
 from ckptkit.store import PutMode, Store, open_store
 from ckptkit.store.local import remove_empty
+from ckptkit.store.quarantine import QUARANTINE_DIR
 from ckptkit.util.clock import wall_s
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.pool import Limits
-from ckptkit.verification.quarantine import QUARANTINE_DIR
 from ckptkit.verification.rebuild import CannotMendError, Sidecars, sidecars_for, small_files, write_arrays
 from ckptkit.verification.sources import Sources
 

@@ -18,9 +18,9 @@ from ckptkit.slots.arena import Arena
 from ckptkit.slots.latest_pointer import forget_newest
 from ckptkit.slots.reader import manifest_name_of
 from ckptkit.store.local import sync_directory
+from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, move_aside
 from ckptkit.util.pages import PAGE_BYTES
 from ckptkit.verification.pool import Limits
-from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock, move_aside
 from ckptkit.verification.slots import ShareProof, prove_share
 from ckptkit.verification.sources import Sources
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from ckptkit.inspection.places import Place
 from ckptkit.model import paths
 from ckptkit.store.local import sync_directory
+from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, exchange, move_aside
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.pool import Limits
-from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock, exchange, move_aside
 from ckptkit.verification.rebuild import CannotMendError, mend_large_files, sidecars_for, small_files, write_arrays
 from ckptkit.verification.records import StepProof
 from ckptkit.verification.sources import Sources

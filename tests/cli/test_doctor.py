@@ -19,7 +19,7 @@ from ckptkit.goodput import goodput_report
 from ckptkit.inspection import Holding, StepEntry
 from ckptkit.model.manifest import SaveId
 from ckptkit.upkeep import ArenaEntry, Usage
-from ckptkit.upkeep.usage import DeadWeight, StepUsage
+from ckptkit.upkeep.disk_usage import DeadWeight, StepUsage
 from tests.cli.conftest import HOST, Ours, Run
 
 

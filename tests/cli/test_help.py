@@ -1,9 +1,11 @@
-"""`ckptkit --help` answers at once: it lists every command, whole, and imports none of them."""
+"""Commands start at once: `ckptkit --help` imports none of them, and those that read metadata only what they need."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 
@@ -26,6 +28,34 @@ def test_help_imports_no_library_and_takes_little_memory() -> None:
     imported, _, memory_mb = done.stderr.rpartition(" ")
     assert imported == "[]"
     assert int(memory_mb) < MEMORY_MB_MAX
+
+
+_METADATA = """
+import contextlib, io, json, sys
+from ckptkit.cli import main
+heavy = ("jax", "orbax", "etils", "tensorstore", "fsspec", "aiohttp", "asyncio", "matplotlib")
+for command in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = main(command)
+    print(json.dumps([command[0], code, [name for name in heavy if name in sys.modules]]))
+"""
+GOLDEN = Path(__file__).parents[1] / "golden" / "0.2.0"
+
+
+def test_commands_of_metadata_import_no_library_that_they_do_not_need() -> None:
+    """`steps`, `du` and `tiers` took 2 to 3 s of processor time to start, for libraries that they never called."""
+    root, ram = str(GOLDEN / "root"), str(GOLDEN / "ram")
+    light = [["steps", root, "--tier", ram, "--host-id", "host-0"], ["tiers", "list", ram], ["du", root]]
+    some = [["inspect", root], ["plan-restore", root]]  # TensorStore reads arrays
+    done = subprocess.run(
+        [sys.executable, "-c", _METADATA, json.dumps([*light, *some])], capture_output=True, text=True, timeout=120
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each[:2] for each in found] == [[command[0], 0] for command in [*light, *some]], done.stderr
+    for command, _, imported in found[: len(light)]:
+        assert not imported, command
+    for command, _, imported in found[len(light) :]:
+        assert not {"jax", "orbax"} & set(imported), command
 
 
 def test_help_lists_every_command_on_an_uncut_line() -> None:

@@ -28,7 +28,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, SaveId
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Fixed, Hang, Kind, Status
-from ckptkit.upkeep.usage import usage
+from ckptkit.upkeep.disk_usage import usage
 from tests.states import assert_same
 
 SMALL = DurableProfile(data_file_bytes=1 << 14, in_flight_bytes=1 << 16, copied_bytes=1 << 13)

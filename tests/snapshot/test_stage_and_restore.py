@@ -24,6 +24,7 @@ from ckptkit.restore.tree import Target, abstract_of, targets_of
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.reader import read_manifests
 from ckptkit.snapshot import copying, describe, shards
+from ckptkit.util import sharing
 from tests.snapshot.snapshots import (
     DTYPES,
     SAVE,
@@ -221,9 +222,9 @@ def test_boxes_are_page_aligned_and_disjoint() -> None:
 def test_large_states_are_copied_completely_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a cell would be copied by nobody, or a piece of it would be left out of its digest."""
     monkeypatch.setattr(manifest_module, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(copying, "_SHARED_BYTES", 1)
+    monkeypatch.setattr(sharing, "_SHARED_BYTES", 1)
     monkeypatch.setattr(copying, "SMALL_BYTES", 1001)
-    monkeypatch.setattr(copying, "COPY_THREADS", 4)
+    monkeypatch.setattr(sharing, "COPY_THREADS", 4)
     tree = {f"{n}": bits("uint8", (n,), seed=n) for n in (1, 999, 1000, 1001, 0, 5000, 12345)}
     description = describe.describe_items({"state": tree})
     memory = np.full(description.slot_bytes, 0xEE, np.uint8)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import ckptkit
-from ckptkit.verification.quarantine import QUARANTINE_DIR
+from ckptkit.store.quarantine import QUARANTINE_DIR
 from tests.verification.conftest import HOST, Job
 
 ROUNDS = 6

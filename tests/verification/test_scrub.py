@@ -13,8 +13,8 @@ import pytest
 
 import ckptkit
 from ckptkit.slots.reader import read_manifest
+from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock
 from ckptkit.verification import Scrub, mend_step
-from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock
 from tests.states import abstract, assert_same, make_state, restore_args
 from tests.verification.conftest import HOST, Job
 from tests.verification.test_verify import damage_slot, flip

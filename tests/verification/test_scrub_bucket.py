@@ -14,9 +14,9 @@ import pytest
 import ckptkit
 from ckptkit.model import paths
 from ckptkit.store import RetryStore, Store, open_store
+from ckptkit.store.quarantine import QUARANTINE_DIR
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 from ckptkit.verification import Scrub, mend_object
-from ckptkit.verification.quarantine import QUARANTINE_DIR
 from tests.states import abstract, assert_same, make_state, restore_args, save_args
 from tests.verification.conftest import HOST
 

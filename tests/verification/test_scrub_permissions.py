@@ -17,9 +17,9 @@ import ckptkit
 from ckptkit.cli import main
 from ckptkit.durable.lifecycle.leases import Lease
 from ckptkit.store import open_store
+from ckptkit.store.quarantine import QUARANTINE_DIR
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import pin
-from ckptkit.verification.quarantine import QUARANTINE_DIR
 from tests.upkeep.conftest import HOST, make_root, manager_of, restored
 
 

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from urllib.parse import unquote
 
-import tensorstore as ts
-
 from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.lifecycle.pins import pin_reason, pinned_steps
@@ -23,9 +21,9 @@ from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
 from ckptkit.inspection.steps import no_slots, no_tier
 from ckptkit.model import paths
 from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, TREE_METADATA
+from ckptkit.store.quarantine import QUARANTINE_DIR
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
-from ckptkit.verification.quarantine import QUARANTINE_DIR
 
 UsageKind = Literal["arrays", "digests", "small", "metadata"]
 DeadKind = Literal["leftover", "superseded", "quarantine", "stray", "unreferenced"]
@@ -273,6 +271,8 @@ def _referenced(item: Place) -> Iterator[str]:
 
     TensorStore's dump names each as `<type>:<directory>:<file>:<offset>:<length>`, percent-encoded.
     """
+    import tensorstore as ts  # for `--deep` alone
+
     base = ts.KvStore.open(base_of(item.url)).result()
     newest = _dumped(base, None, item)["versions"][-1]["root"]
     waiting = [newest["location"]] if "location" in newest else []
@@ -287,6 +287,8 @@ def _referenced(item: Place) -> Iterator[str]:
 
 
 def _dumped(base: Any, node: str | None, item: Place) -> Any:
+    import tensorstore as ts
+
     try:
         return ts.ocdbt.dump(base, node).result()
     except ValueError as error:

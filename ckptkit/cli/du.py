@@ -1,0 +1,103 @@
+"""`ckptkit du`: the bytes of a root."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptkit.cli.exits import exit_with
+from ckptkit.cli.options import HOST_ID, JSON, TIERS, TIMEOUT, KeepType, fast_tiers
+from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
+from ckptkit.upkeep import Usage
+from ckptkit.upkeep import usage as usage_of
+
+if TYPE_CHECKING:
+    from ckptkit.upkeep import Keep, PrunePlan
+
+
+@click.command()
+@click.argument("root")
+@TIERS
+@HOST_ID
+@click.option("--keep", type=KeepType(), multiple=True, metavar="RULE", help="Show what `prune` would free.")
+@click.option("--deep", is_flag=True, help="Look for files of OCDBT databases that nothing refers to.")
+@JSON
+@TIMEOUT
+def du(
+    root: str,
+    tiers: tuple[str, ...],
+    host_id: str | None,
+    keep: tuple[Keep, ...],
+    deep: bool,
+    as_json: bool,
+    timeout_s: float,
+) -> int:
+    """Show where the bytes of ROOT are: by step, item and kind, in this host's tiers, and which are dead weight.
+
+    With --keep, also show the bytes that a pruning by these rules would free, without verifying any step. Changes
+    nothing.
+    """
+    found = usage_of(root, tiers=tiers, host_id=fast_tiers(tiers, host_id), deep=deep, timeout_s=timeout_s)
+    plan = _pruning(root, keep, timeout_s) if keep else None
+    if as_json:
+        print_json({**found.to_json(), "prune": None if plan is None else plan.to_json()})
+    else:
+        show_usage(found, plan)
+    return exit_with(found.problems)
+
+
+def _pruning(root: str, keep: tuple[Keep, ...], timeout_s: float) -> PrunePlan:
+    from ckptkit.upkeep import plan_prune  # JAX and Orbax, which no other part of `du` needs
+
+    return plan_prune(root, keep, unread=True, timeout_s=timeout_s)
+
+
+_KINDS = ("arrays", "small", "metadata", "digests")
+
+
+def show_usage(found: Usage, plan: PrunePlan | None) -> None:
+    """Prints it on stdout."""
+    dead = sum(each.stored_bytes for each in found.dead)
+    print_line(
+        f"{found.root}: {size_text(found.stored_bytes)} ({found.stored_bytes} bytes), "
+        f"{count_text(len(found.steps), 'step')}, {size_text(dead)} dead weight"
+    )
+    for note in found.notes:
+        print_line(f"  {note}")
+    if found.steps:
+        print_line()
+        kinds = [(kind, True) for kind in _KINDS]
+        rows = []
+        for each in found.steps:
+            pinned = f", pinned ({each.pin_reason})" if each.pin_reason else ", pinned" * each.pinned
+            state = each.state + pinned + ", in use" * each.in_use
+            items = ", ".join(f"{name} {size_text(size)}" for name, size in each.items.items() if name)
+            sizes = [size_text(each.kinds.get(kind, 0)) for kind in _KINDS]
+            rows.append([str(each.step), state, size_text(each.stored_bytes), *sizes, items])
+        print_table([("step", True), ("state", False), ("bytes", True), *kinds, ("items", False)], rows)
+    if found.arenas:
+        print_line()
+        print_table(
+            [("tier", False), ("arena", False), ("held", False), ("saves", True), ("slots", True), ("bytes", True)],
+            [
+                [
+                    a.tier,
+                    a.path,
+                    "running" if a.live else "no",
+                    str(len(a.saves)),
+                    str(a.slots),
+                    size_text(a.stored_bytes),
+                ]
+                for a in found.arenas
+            ],
+        )
+    if found.dead:
+        print_line()
+        rows = [[each.kind, size_text(each.stored_bytes), each.path, each.remedy] for each in found.dead]
+        print_table([("dead weight", False), ("bytes", True), ("where", False), ("how it goes", False)], rows)
+    if plan is not None:
+        print_line()
+        gone = ", ".join(str(each.step) for each in plan.doomed)
+        which = f"{size_text(plan.freed_bytes)}: {'steps' if len(plan.doomed) > 1 else 'step'} {gone}"
+        print_line(f"a pruning would free {which if gone else 'nothing'}")

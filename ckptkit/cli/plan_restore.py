@@ -1,0 +1,86 @@
+"""`ckptkit plan-restore`: the save that a restart would read, and the source of each part."""
+
+from __future__ import annotations
+
+import click
+
+from ckptkit.cli.exits import exit_with
+from ckptkit.cli.options import DEPTH, HOST_ID, JSON, TIERS, TIMEOUT, TOP, fast_tiers
+from ckptkit.cli.text import (
+    print_json,
+    print_line,
+    print_top,
+    shape_text,
+    size_text,
+)
+from ckptkit.restore.outlook import Outlook, outlook
+from ckptkit.restore.plan import BoxRead, RestorePlan
+
+
+@click.command("plan-restore")
+@click.argument("root", metavar="PATH")
+@TIERS
+@HOST_ID
+@click.option("--like", metavar="PATH", help="Want the leaves and boxes of this slot directory, manifest or step.")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only this step.")
+@TOP
+@DEPTH
+@JSON
+@TIMEOUT
+def plan_restore(
+    root: str,
+    tiers: tuple[str, ...],
+    host_id: str | None,
+    like: str | None,
+    step: int | None,
+    top: int | None,
+    depth: int | None,
+    as_json: bool,
+    timeout_s: float,
+) -> int:
+    """Show which save of PATH a restart on this host would take, and the source of each piece. Reads no array."""
+    host = fast_tiers(tiers, host_id)
+    found = outlook(root, tiers=tiers, host_id=host, like=like, step=step, timeout_s=timeout_s)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show_outlook(found, top, depth)
+    return exit_with(found.problems)
+
+
+_READ_COLUMNS = [("leaf", False), ("from", True), ("to", True), ("bytes", True), ("tier", False)]
+
+
+_GROUP_COLUMNS = [("group", False), ("tier", False), ("reads", True), ("bytes", True)]
+
+
+def show_outlook(found: Outlook, top: int | None = None, depth: int | None = None) -> None:
+    """Prints it on stdout; with `top` the largest reads, or groups of leaves, first."""
+    chosen = found.chosen
+    print_line(f"{found.root}: step {chosen.save_id.step}, save {chosen.save_id}, as host {found.host_id} sees it")
+    for tier, step, reason in found.rejected:
+        print_line(f"  rejected: step {step} in {tier}: {reason}")
+    for note in found.notes:
+        print_line(f"  {note}")
+    if found.plan is None:
+        print_line("  stock Orbax wrote it: its own handlers read it, and nothing of it is proven")
+        return
+    for tier, read_bytes in found.plan.bytes_by_tier().items():
+        print_line(f"  {size_text(read_bytes)} ({read_bytes} bytes) from {tier}")
+    print_line()
+    if depth is None:
+        reads = sorted(found.plan.reads, key=lambda read: 0 if top is None else -read.nbytes)
+        print_top(_READ_COLUMNS, [_read_row(found.plan, read) for read in reads], top)
+        return
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for read in found.plan.reads:
+        group = f"{read.key[0]}:{'.'.join(read.key[1][:depth])}"
+        sizes.setdefault((group, found.plan.tiers[read.sources[0][0]]), []).append(read.nbytes)
+    groups = sorted(sizes.items(), key=lambda each: 0 if top is None else -sum(each[1]))
+    print_top(_GROUP_COLUMNS, [[*of, str(len(each)), size_text(sum(each))] for of, each in groups], top)
+
+
+def _read_row(plan: RestorePlan, read: BoxRead) -> list[str]:
+    tier = plan.tiers[read.sources[0][0]]
+    start, stop = shape_text(read.wanted.start), shape_text(read.wanted.stop)
+    return [f"{read.key[0]}:{'.'.join(read.key[1])}", start, stop, size_text(read.nbytes), tier]

@@ -1,0 +1,30 @@
+"""One piece of work shared by several threads, and the sizes from which that is faster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+COPY_THREADS = min(4, os.cpu_count() or 1)
+SMALL_BYTES = 64 << 10  # below it a piece is bound by the interpreter
+_SHARED_BYTES = 16 << 20  # below it the copy is over before a second thread has started
+
+
+def share_work(work: Callable[[], None], threads: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Runs `work` on so many threads, of which this one is the last: it does `meanwhile` first.
+
+    Small shards belong into `meanwhile`: it is bound by the interpreter, and threads would only get in each other's
+    way. Raises what one of them raised, once all have ended.
+    """
+    with ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="ckptkit-copy") as pool:
+        others = [pool.submit(work) for _ in range(threads - 1)]
+        meanwhile()
+        work()
+        for other in others:
+            other.result()
+
+
+def copy_threads(size_bytes: int) -> int:
+    """How many threads copying so many bytes is worth."""
+    return COPY_THREADS if size_bytes >= _SHARED_BYTES else 1
