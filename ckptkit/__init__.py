@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from ckptkit.schedule.goodput_policy import IntervalBounds as IntervalBounds
     from ckptkit.schedule.preemption import LastSave as LastSave
     from ckptkit.snapshot.abstract import abstract_state as abstract_state
+    from ckptkit.snapshot.state_digest import state_digest as state_digest
     from ckptkit.util.log_to import log_to as log_to
     from ckptkit.verification import scrub as scrub
     from ckptkit.verification import verify as verify

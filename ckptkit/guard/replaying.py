@@ -7,17 +7,12 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from ckptkit.errors import StepNotFoundError
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
-from ckptkit.model.manifest import digest_of
+from ckptkit.snapshot.state_digest import BoxDigests, box_digests
 
 StepFn = Callable[[Any, Any], Any]
-_Digests = dict[tuple[str, str, int], tuple[str, str]]  # leaf, box and replica -> digest, and the leaf with its device
 _NONE = ("", "")
 _NAMED_MAX = 8  # leaves in a message
 
@@ -92,7 +87,7 @@ def replay(
     if not manager.is_read_only:
         raise ValueError("replay: give a manager of its own, with CheckpointManagerOptions(read_only=True)")
     saves = _saves(manager, first, last)
-    expected = {step: _digests(state_of(manager.restore(step, args=args))) for step in saves[1:]}
+    expected = {step: box_digests(state_of(manager.restore(step, args=args))) for step in saves[1:]}
     restored = manager.restore(saves[0], args=args)
     batches: Iterator[Any] = iter(make_batches(saves[0], restored))
     state, take_step = state_of(restored), make_step()
@@ -101,7 +96,7 @@ def replay(
     for before, save in pairwise(saves):
         for batch in islice(batches, save - before):
             state = take_step(state, batch)
-        difference = _compared(coordinator, _digests(state), expected[save], before, save)
+        difference = _compared(coordinator, box_digests(state), expected[save], before, save)
         if difference is not None:
             return Certificate(steps=saves, steps_replayed=save - saves[0], difference=difference)
     return Certificate(steps=saves, steps_replayed=saves[-1] - saves[0])
@@ -120,23 +115,8 @@ def _saves(manager: CheckpointManager, first: int | None, last: int | None) -> t
     return saves
 
 
-def _digests(state: Any) -> _Digests:
-    """The digest of every box that this process holds, replicas too: one of them may differ."""
-    found: _Digests = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if not isinstance(leaf, jax.Array):
-            found[name, "", 0] = digest_of(np.ascontiguousarray(leaf).tobytes()), name
-            continue
-        data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        for shard in data.addressable_shards:
-            box = np.array(shard.data, order="C")
-            found[name, str(shard.index), shard.replica_id] = digest_of(box.tobytes()), f"{name} on {shard.device}"
-    return found
-
-
 def _compared(
-    coordinator: Coordinator, found: _Digests, expected: _Digests, before: int, save: int
+    coordinator: Coordinator, found: BoxDigests, expected: BoxDigests, before: int, save: int
 ) -> Difference | None:
     """The same on all processes."""
     differ = [box for box in {**found, **expected} if (found.get(box) or _NONE)[0] != (expected.get(box) or _NONE)[0]]

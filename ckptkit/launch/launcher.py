@@ -131,6 +131,15 @@ class Launcher:
         self._wiped.pop(process, None)
         return False
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has called `stop`, or pressed Ctrl-C."""
+        return self._stops > 0
+
+    def signal(self, process: int, signum: int) -> bool:
+        """Sends a signal to `process` of this host; False when it is not running. From any thread."""
+        return any(child.signal(signum) for child in self._children if child.process == process)
+
     def _run_attempts(self) -> ExitCode:
         in_a_row = 0
         for number in range(self._policy.restarts + 1):
@@ -287,8 +296,10 @@ class Launcher:
         beats = self._local.beats()
         if (back := watch.recovery(beats)) is not None:
             self._say(back.text)
-            self._status.recovered(back.attempt, back.seconds, back.step)
+            self._status.recovered(back.attempt, back.seconds, back.step, back.reached)
         hung = watch.look(beats)
+        if watch.has_stepped:
+            self._status.stepped(watch.attempt)
         if hung is None:
             return None
         process, pause_s = hung

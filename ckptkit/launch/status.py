@@ -38,9 +38,14 @@ class Status:
         *before, last = self._now["losses"]
         self._change(losses=[*before, {**last, "ended_s": round(seconds, 3)}])
 
-    def recovered(self, attempt: int, seconds: float, step: int) -> None:
-        """The job makes steps again."""
-        found = {"attempt": attempt, "seconds": round(seconds, 3), "step": step}
+    def stepped(self, attempt: int) -> None:
+        """The attempt has made its first step."""
+        if self._now.get("stepped") != attempt:
+            self._change(stepped=attempt)
+
+    def recovered(self, attempt: int, seconds: float, step: int, reached: int | None) -> None:
+        """The job makes steps again, from `step`; before the loss it had reached `reached`."""
+        found = {"attempt": attempt, "seconds": round(seconds, 3), "step": step, "reached": reached}
         self._change(recoveries=[*self._now["recoveries"], found][-self.KEPT :])
 
     def ended(self, code: int) -> None:

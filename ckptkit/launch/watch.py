@@ -39,13 +39,13 @@ class Watch:
         self._longest_s = 0.0  # of the job
         self._reached: int | None = None
         self._lost_at_s: float | None = None
-        self._attempt = 0
+        self.attempt = 0
         self._is_back = False
         self.has_stepped = False
 
     def begin(self, attempt: int) -> None:
         """An attempt begins."""
-        self._attempt, self._is_back, self.has_stepped = attempt, False, False
+        self.attempt, self._is_back, self.has_stepped = attempt, False, False
 
     def lost(self) -> None:
         """The attempt was lost, now."""
@@ -81,7 +81,7 @@ class Watch:
         if len(known) < len(beats):
             return None
         found = Recovery(
-            attempt=self._attempt,
+            attempt=self.attempt,
             seconds=max(each.first_s for each in known) - self._lost_at_s,
             step=min(each.first_step for each in known),
             reached=self._reached,

@@ -1,0 +1,271 @@
+"""`ckptkit chaos`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import click
+
+from ckptkit.cli.exits import Exit
+from ckptkit.cli.options import DRY_RUN, JSON
+from ckptkit.cli.text import count_text, print_json, print_line, print_table
+from ckptkit.events import EventLog
+from ckptkit.goodput import goodput_report, headline, load_run
+from ckptkit.launch import ExitCode, HangPolicy, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
+from ckptkit.launch.chaos import KINDS, Chaos, ChaosRun, FaultKind, FaultPlan, Hazard
+from ckptkit.launch.printer import say_on_stderr
+from ckptkit.snapshot.state_digest import STATE_DIGEST
+from ckptkit.util.clock import time_text
+
+_FORMAT = "ckptkit.chaos/1"
+_RUNS = ("disturbed", "undisturbed")
+
+
+class _Weighted(click.ParamType):
+    """`PATH:0.5` or `kill:2` on the command line."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
+        """The name and its number, or click's message."""
+        name, colon, number = str(value).rpartition(":")
+        try:
+            return (name, float(number)) if colon and name else self.fail(f"{value!r}: write {self.name}", param, ctx)
+        except ValueError:
+            self.fail(f"{number!r} is not a number", param, ctx)
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
+@click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
+@click.option("--devices-per-process", type=click.IntRange(min=1), metavar="N", help="Virtual CPU devices of each.")
+@click.option("--faults", type=click.IntRange(min=1), default=5, show_default=True, help="Faults in all.")
+@click.option(
+    "--mtbf",
+    "mtbf_s",
+    type=click.FloatRange(min=0.01),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Mean time from a step of the job to the next fault.",
+)
+@click.option(
+    "--kind",
+    "kinds",
+    type=_Weighted("KIND:WEIGHT"),
+    multiple=True,
+    help="kill, freeze or preempt, with its weight; repeatable [default: kill:1].",
+)
+@click.option(
+    "--freeze-for", "freeze_s", type=click.FloatRange(min=0.01), default=5.0, show_default=True, metavar="SECONDS"
+)
+@click.option(
+    "--wipe",
+    "wipes",
+    type=_Weighted("DIR:CHANCE"),
+    multiple=True,
+    help="Empty this directory at a fault, with this chance; {process} is the victim. Repeatable.",
+)
+@click.option(
+    "--flip",
+    "flips",
+    type=_Weighted("DIR:CHANCE"),
+    multiple=True,
+    help="Flip one bit of one file below it at a fault, with this chance. Repeatable.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed plans the same faults.")
+@click.option("--hang-timeout", "hang_s", type=click.FloatRange(min=0.1), metavar="SECONDS", help="As in `run`.")
+@click.option("--cold", is_flag=True, help="No template: every worker starts from nothing.")
+@click.option("--events", metavar="RUN_DIR", help="The job's event logs: launcher.jsonl is written there, for goodput.")
+@click.option("--compare", is_flag=True, help="Run COMMAND undisturbed too, and compare the states at the end.")
+@DRY_RUN
+@JSON
+def chaos(
+    command: tuple[str, ...],
+    processes: int,
+    devices_per_process: int | None,
+    faults: int,
+    mtbf_s: float,
+    kinds: tuple[tuple[str, float], ...],
+    freeze_s: float,
+    wipes: tuple[tuple[str, float], ...],
+    flips: tuple[tuple[str, float], ...],
+    seed: int,
+    hang_s: float | None,
+    cold: bool,
+    events: str | None,
+    compare: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Run COMMAND as `ckptkit run` does, while faults hit it, and report what each cost.
+
+    The faults are real: processes are killed, directories are emptied, bits are flipped. In COMMAND, {run} is replaced
+    by `disturbed`, with --compare also by `undisturbed`: give each its own directories. The states at the end are
+    compared if COMMAND calls `ckptkit.state_digest(state)` there.
+    """
+    if not command:
+        raise click.UsageError("no command to run: give it after --")
+    plan = _plan(seed, mtbf_s, faults, kinds, freeze_s, wipes, flips)
+    if compare and not any("{run}" in word for word in command):
+        raise click.UsageError("--compare runs COMMAND twice: give each run its own directories, by {run} in COMMAND")
+    if dry_run:
+        _show_plan(plan, processes)
+        return Exit.OK
+    log = None if events is None else Path(events.replace("{run}", _RUNS[0])) / "launcher.jsonl"
+    try:
+        first_attempt = next_attempt(log)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--events") from error
+    with tempfile.TemporaryDirectory(prefix="ckptkit-chaos-") as home:
+
+        def workers(run: str) -> Workers:
+            return Workers(
+                [word.replace("{run}", run) for word in command],
+                processes=processes,
+                devices_per_process=devices_per_process,
+                env={STATE_DIGEST: str(Path(home) / f"{run}-{{process}}")},
+                warm=WarmStart(is_cold=cold),
+            )
+
+        runner = Chaos(
+            workers(_RUNS[0]),
+            plan,
+            policy=RestartPolicy(restarts=2 * faults + 3, backoff_s=0.0, grace_s=0.1),
+            hang=HangPolicy(limit_s=hang_s),
+            first_attempt=first_attempt,
+            events=None if log is None else EventLog(log, process=-1),
+            on_output=OncePrinter(sys.stderr if as_json else None),
+            say=say_on_stderr,
+        )
+        run = runner.run()
+        verdict = _verdict(run, workers(_RUNS[1]), Path(home), as_json) if compare else None
+    found = _found(run, plan, verdict)
+    if as_json:
+        print_json(found)
+    else:
+        _show(run, found, None if log is None else log.parent)
+    sys.stdout.flush()
+    return Exit.DIFFERENT if verdict == "different" else Exit(int(run.code))
+
+
+def _plan(
+    seed: int,
+    mtbf_s: float,
+    faults: int,
+    kinds: Sequence[tuple[str, float]],
+    freeze_s: float,
+    wipes: Sequence[tuple[str, float]],
+    flips: Sequence[tuple[str, float]],
+) -> FaultPlan:
+    weights = dict(kinds or [("kill", 1.0)])
+    unknown = sorted(set(weights) - set(KINDS))
+    if unknown or min(weights.values()) < 0 or not sum(weights.values()):
+        raise click.UsageError(f"--kind: choose among {', '.join(KINDS)}, with weights of which one is above 0")
+    try:
+        return FaultPlan(
+            seed=seed,
+            mtbf_s=mtbf_s,
+            count=faults,
+            weights=cast("Mapping[FaultKind, float]", weights),
+            freeze_s=freeze_s,
+            wipes=tuple(Hazard(path=os.path.abspath(path), chance=chance) for path, chance in wipes),
+            flips=tuple(Hazard(path=os.path.abspath(path), chance=chance) for path, chance in flips),
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _verdict(run: ChaosRun, workers: Workers, home: Path, as_json: bool) -> str:
+    """`equal`, `different`, `no digest`, or `not compared` where one of the runs did not end well."""
+    if run.code != ExitCode.OK:
+        return "not compared"
+    say_on_stderr("chaos: the same job without faults")
+    quiet = Chaos(
+        workers,
+        FaultPlan(seed=0, mtbf_s=1.0, count=0),
+        policy=RestartPolicy(restarts=0),
+        on_output=OncePrinter(sys.stderr if as_json else None),
+        say=say_on_stderr,
+    ).run()
+    if quiet.code != ExitCode.OK:
+        return "not compared"
+    told = [{path.name.partition("-")[2]: path.read_text() for path in home.glob(f"{run}-*")} for run in _RUNS]
+    if not told[0] or not told[1]:
+        return "no digest"
+    return "equal" if told[0] == told[1] else "different"
+
+
+def _found(run: ChaosRun, plan: FaultPlan, verdict: str | None) -> dict[str, Any]:
+    back_s = [each.back_s for each in run.injected if each.back_s is not None]
+    return {
+        "format": _FORMAT,
+        "seed": plan.seed,
+        "code": int(run.code),
+        "seconds": run.seconds,
+        "faults": [asdict(each) for each in run.injected],
+        "unplanned": list(run.unplanned),
+        "back_s_p50": median(back_s) if back_s else None,
+        "back_s_max": max(back_s, default=None),
+        "steps_repeated": sum(each.repeated or 0 for each in run.injected),
+        "state": verdict,
+    }
+
+
+def _show_plan(plan: FaultPlan, processes: int) -> None:
+    for fault in plan.faults(processes):
+        who = "the job" if fault.kind == "preempt" else f"process {fault.victim}"
+        also = [*(f"empty {path}" for path in fault.wipes), *(f"flip a bit below {path}" for path in fault.flips)]
+        line = f"fault {fault.number}: {time_text(fault.after_s)} after a step, {fault.kind} {who}"
+        print_line("; ".join([line, *also]))
+
+
+def _show(run: ChaosRun, found: Mapping[str, Any], events: Path | None) -> None:
+    print_line()
+    rows = [
+        (
+            str(each.fault.number),
+            time_text(each.at_s),
+            "; ".join(each.did),
+            "-" if each.back_s is None else time_text(each.back_s),
+            "-" if each.repeated is None else str(each.repeated),
+        )
+        for each in run.injected
+    ]
+    if rows:
+        titles = ("fault", "at", "what", "next step after", "steps again")
+        print_table([(title, title != "what") for title in titles], rows)
+        print_line()
+    back = (
+        ""
+        if found["back_s_p50"] is None
+        else (f"; next step after {time_text(found['back_s_p50'])} (p50), {time_text(found['back_s_max'])} at most")
+    )
+    ended = "ended well" if run.code == ExitCode.OK else f"ended with {run.code.name}"
+    faults = count_text(len(run.injected), "fault")
+    print_line(f"the job {ended} after {time_text(run.seconds)}: {faults}{back}, {found['steps_repeated']} steps again")
+    for line in run.unplanned:
+        print_line(f"  {line}")
+    if events is not None:
+        try:
+            print_line(headline(goodput_report(load_run(events))))
+        except (ValueError, FileNotFoundError) as error:
+            print_line(f"no goodput: {error}")
+    if found["state"] is not None:
+        print_line(_STATE[found["state"]])
+
+
+_STATE = {
+    "equal": "state at the end: equal to that of the undisturbed run, on every process",
+    "different": "state at the end: DIFFERENT from that of the undisturbed run",
+    "no digest": "state at the end: not compared; call ckptkit.state_digest(state) at the end of the job",
+    "not compared": "state at the end: not compared, since a run did not end well",
+}
