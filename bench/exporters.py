@@ -89,13 +89,17 @@ def _loop(home: Path, exporters: Sequence[Any], steps: int) -> float:
         events=log,
     )
     with manager:
-        settle()
-        for step in range(steps + 1):
-            if step == 1:  # the first save makes the slots
-                began_s = now_s()
+
+        def train(step: int) -> None:
             with manager.step(step):
                 time.sleep(STEP_MS / 1e3)
             manager.save(step, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+
+        train(0)  # the first save makes the slots
+        settle()
+        began_s = now_s()
+        for step in range(1, steps + 1):
+            train(step)
         took_s = now_s() - began_s
     log.close()
     return 1e3 * took_s / steps

@@ -235,6 +235,6 @@ if __name__ == "__main__":
 def test_an_empty_path_is_a_usage_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An unset variable of a shell would name the current directory, also for a command that deletes."""
     for call in CALLS[command]:
-        parts = ["" if part == "{path}" else part for part in call]
+        parts = [part.replace("{path}", "") for part in call]
         assert main(parts) == Exit.USAGE, parts
         assert "Error: Invalid value" in capsys.readouterr().err
