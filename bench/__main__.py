@@ -6,9 +6,9 @@ protocol alone, judged by an oracle), `gather` (the exchange of a large job's pr
 (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput), `policy` (save
 intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within a memory
 budget), `exporters` (the cost of live metrics and traces), `gpu` (staging strategies on accelerators), `herd` (a
-thousand hosts that restore from a bucket at once), `inspect` (100,000 leaves), `zoo` (every command over roots with
-strange things in them). `all` runs everything but `exporters`, `gpu` and `herd` and renders `bench/REPORT.md`, `report`
-again.
+thousand hosts that restore from a bucket at once), `inspect` (100,000 leaves), `unchanged` (an adapter on a frozen
+base), `zoo` (every command over roots with strange things in them). `all` runs everything but `exporters`, `gpu`,
+`herd` and `unchanged`, and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from bench.render import main as render
 from bench.report import show
 from bench.simulate import main as simulate
 from bench.simulator import main as simulator
+from bench.unchanged import main as unchanged
 
 _ROOT = Path(__file__).parent.parent
 
@@ -75,6 +76,7 @@ _CAMPAIGNS = {
     "proof": proof,
     "simulate": simulate,
     "simulator": simulator,
+    "unchanged": unchanged,
     "zoo": _zoo,
 }
 

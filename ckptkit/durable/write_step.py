@@ -25,6 +25,7 @@ import tensorstore as ts
 
 from ckptkit.durable.cells.pacing import WritePace, spread_start
 from ckptkit.durable.cells.tensorstore_wait import large_objects, small_objects
+from ckptkit.durable.cells.unchanged import Sharing
 from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
 from ckptkit.durable.commit import DiskAttempt, MarkAttempt, make_attempt
 from ckptkit.durable.orbax import files as orbax_files
@@ -87,6 +88,7 @@ class StepWriter:
         self._coordinator = coordinator
         self._profile = profile
         self._pace = pace or WritePace(profile.write_bytes_per_s)
+        self._sharing = Sharing(url)
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 
     def write(
@@ -136,11 +138,13 @@ class StepWriter:
                 profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
                 ready = beginning.result if beginning is not None else lambda: None
                 left_out = {key for key in _file_keys(items) if _short(key) in elsewhere[self._coordinator.process]}
+                self._sharing.begin()
                 self._write_at(place, items, profile, ready, finish, left_out)
             except BaseException:
                 for attempt in begun:
                     attempt.give_up()
                 raise
+        self._sharing.committed(f"{self._url}/{name}")
         return begun[0].tidy if begun else lambda: None
 
     def _write_at(
@@ -239,7 +243,7 @@ class StepWriter:
                 files = self._side_files(args)
                 puts += [pool.submit(put, f"{item}/{file}", data) for file, data in files.items()]
                 del files  # a manifest and more: it goes with the put
-                self._write_arrays(f"{place}/{item}", args.item, _of_item(profile, args), ready)
+                self._write_arrays(place, item, args.item, _of_item(profile, args), ready)
                 args.on_written()
             ready()
             for each in puts:
@@ -247,8 +251,10 @@ class StepWriter:
             if on_disk:
                 list(pool.map(_sync, _written_below(place)))
 
-    def _write_arrays(self, directory: str, tree: Any, profile: DurableProfile, ready: Callable[[], None]) -> None:
-        process, count = self._coordinator.process, self._coordinator.count
+    def _write_arrays(
+        self, place: str, item: str, tree: Any, profile: DurableProfile, ready: Callable[[], None]
+    ) -> None:
+        process, count, directory = self._coordinator.process, self._coordinator.count, f"{place}/{item}"
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         part = directory if count == 1 else process_directory(directory, process)
         if properties_of(part).file_system:
@@ -258,14 +264,26 @@ class StepWriter:
             for keypath, leaf in leaves
             if isinstance(leaf, HostShards) or (process == 0 and not isinstance(leaf, str))
         ]
-        cells = CellWriter(part, profile, self._pace, ready=ready, expected=own)
+        plan = self._sharing.take_over(item, [record for record, _ in own], part, profile, ready)
+        taken = plan.taken_leaves
+        apart = [(record, blocks) for record, blocks in own if record.name in plan.apart]
+        rest = [(record, () if record.name in taken | plan.apart else blocks) for record, blocks in own]
+        cells = CellWriter(
+            part, profile, self._pace, ready=ready, expected=[*apart, *rest], taken=plan.taken, apart=bool(apart)
+        )
         try:
-            for record, blocks in own:
+            for record, blocks in apart:
+                cells.add(record, blocks, describe=False)
+            if apart:
+                cells.end_apart()
+            for record, blocks in rest:
                 cells.add(record, blocks, describe=process == 0)
             cells.commit()
+            group = cells.group({record.name: record.held_bytes for record, _ in apart}) if apart else None
         except Exception:
             cells.give_up()
             raise
+        self._sharing.wrote(item, part.removeprefix(place), plan, group)
 
     @collection_paused()
     def _side_files(self, args: Any) -> dict[str, bytes]:

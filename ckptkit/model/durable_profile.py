@@ -53,6 +53,9 @@ class DurableProfile:
         the others wait for their turn. None: no limit of the job.
       start_spread_s: before its first request of a save or of a restore, each of several processes waits for a random
         time up to this. Only in a bucket. None: a millisecond for each process of the job.
+      shared_steps_max: how many steps in a row may have the data files of leaves that do not change in common. A later
+        step takes such files over (a hard link, or a copy within the bucket) and does not write them. 1: each step
+        writes all its bytes. On a disk a damaged file damages every step that shares it.
       operation_timeout_s: the time limit of an operation that moves few bytes; after it the operation fails as
           transient. The limit grows by a second for every 10 MB that the operation moves (`limit_s`).
     """
@@ -69,6 +72,7 @@ class DurableProfile:
     job_write_concurrency: int | None = None
     job_read_concurrency: int | None = None
     start_spread_s: float | None = None
+    shared_steps_max: int = 32
     operation_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:

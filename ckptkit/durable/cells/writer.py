@@ -9,8 +9,9 @@ for it.
 from __future__ import annotations
 
 import json
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, final
@@ -19,9 +20,11 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.cells.kvstore import BUCKET_DRIVERS, base_of
+from ckptkit.durable.cells.ocdbt import Placed, places
 from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.durable.cells.pieces import INLINE_BYTES, Pieces
 from ckptkit.durable.cells.tensorstore_wait import awaited, small_objects
+from ckptkit.durable.cells.unchanged import FileGroup, PieceTree
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import COMPRESSORS, Codec, DurableProfile
 from ckptkit.model.manifest import LeafRecord
@@ -36,6 +39,7 @@ _CONFIG = {
     "manifest_kind": "single",
 }
 _UNPUBLISHED = {"driver": "memory", "path": "unpublished/"}
+_APART = "unchanged."  # in the names of data files that later steps may take over, and of the nodes that find them
 _NODES = "n/"  # the trees of pieces are in memory: only the last one's, which joins them, is in the storage
 _CACHE_BYTES = 100_000_000
 _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one request,
@@ -111,22 +115,28 @@ class CellWriter:
         *,
         expected: Iterable[tuple[LeafRecord, Iterable[tuple[Box, np.ndarray]]]] = (),
         data_prefix: str | None = None,
+        taken: Sequence[FileGroup] = (),
+        apart: bool = False,
     ):
         """`ready` returns once something may be put into the directory, and raises where that will not be. `expected`
-        is what will be added, where that is known. `data_prefix` is that of `kvstore_spec`."""
+        is what will be added, where that is known. `data_prefix` is that of `kvstore_spec`. The files of the groups
+        `taken` are in the directory already. `apart`: what is added until `end_apart` has data files of its own.
+        """
+        self._apart, self._group_databases = apart, list[int]()
         self._ready = ready
         self._directory, self._profile = directory, profile
         self._pace = pace or WritePace(profile.write_bytes_per_s)
         self._context = context or kvstore_context(profile, writing=True)
         self._pieces = Pieces(profile, ((leaf, [box for box, _ in blocks]) for leaf, blocks in expected))
         self._spec = kvstore_spec(directory, profile, writing=True, data_prefix=data_prefix)
-        if not self._pieces.is_last:
+        if not self._pieces.is_last or taken or apart:
             # References to data files can be copied between databases of one base only: the item's has this one too.
             nodes = {"prefix": _NODES, "base": {"driver": "memory", "path": "nodes/"}}
             self._spec["base"] = {"driver": "kvstack", "layers": [{"base": self._spec["base"]}, nodes]}
         self._store = self._opened(self._spec)
         self._databases: list[Any] = []  # of all pieces but the last
         self._sent: deque[Any] = deque()  # commits, oldest first
+        self._taken = [database for group in taken for database in self._taken_over(group)]
         self._begin_piece()
 
     def add(self, leaf: LeafRecord, blocks: Iterable[tuple[Box, np.ndarray]], *, describe: bool) -> None:
@@ -156,6 +166,59 @@ class CellWriter:
                 if self._pieces.is_full:
                     self._send()
 
+    def end_apart(self) -> None:
+        """What is added from now on is in data files without the leaves that were added so far."""
+        if self._pieces.filled_bytes:
+            self._apart = False
+            self._send()
+            return
+        self._apart = False
+        self._databases.pop()  # the piece that was begun after the last one is empty
+        self._group_databases.pop()
+        self._begin_piece()
+
+    def group(self, leaves: Mapping[str, int]) -> FileGroup:
+        """The data files of what was added before `end_apart`, for `taken` of a later step: `leaves`, with their bytes.
+        Call it after `commit`."""
+        trees, files = list[PieceTree](), dict[str, int]()
+        memory = self._opened({"driver": "memory"})
+
+        def read(key: str) -> bytes:
+            return awaited([memory.read(key)], self._profile, self._directory)[0].value
+
+        for number in self._group_databases:
+            prefix = f"nodes/{_APART}{number}."
+            names = [key.decode() for key in awaited([memory.list()], self._profile, self._directory)[0]]
+            nodes = {name.removeprefix("nodes/"): read(name) for name in names if name.startswith(prefix)}
+            trees.append(PieceTree(manifest=read(f"pieces/{number}/{OCDBT_MANIFEST}"), nodes=nodes))
+        for tree in trees:
+            for placed in self._places(tree).values():
+                if isinstance(placed, Placed):
+                    files[placed.path] = max(files.get(placed.path, 0), placed.start + placed.length)
+        return FileGroup(leaves=leaves, trees=tuple(trees), files=files, live=frozenset(leaves))
+
+    def _places(self, tree: PieceTree) -> dict[str, Placed | bytes]:
+        """The places of a tree's values."""
+        look = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+        look.write(OCDBT_MANIFEST, tree.manifest).result()
+        for name, node in tree.nodes.items():
+            look.write(f"{_NODES}{name}", node).result()
+        return places(look, lambda future: awaited([future], self._profile, self._directory)[0])
+
+    def _taken_over(self, group: FileGroup) -> list[tuple[Any, list[Any]]]:
+        """A group's databases over this directory, and the ranges of keys of its leaves that did not change."""
+        memory, found = self._opened({"driver": "memory"}), list[tuple[Any, list[Any]]]()
+        ranges = [ts.KvStore.KeyRange()]
+        if group.live != group.leaves.keys():
+            ranges = [ts.KvStore.KeyRange(f"{name}/", f"{name}0") for name in sorted(group.live)]  # "0" follows "/"
+        for tree in group.trees:
+            path = f"taken/{uuid.uuid4().hex}/"
+            puts = [memory.write(f"nodes/{name}", node) for name, node in tree.nodes.items()]
+            puts.append(memory.write(f"{path}{OCDBT_MANIFEST}", tree.manifest))
+            awaited(puts, self._profile, self._directory)
+            found.append((self._opened({**self._spec, "manifest": {"driver": "memory", "path": path}}), ranges))
+        return found
+
     def commit(self) -> None:
         """Writes everything; raises ValueError as TensorStore does, `TransientStoreError` after the time limit,
         `StoreError` where a permission is refused, and `FileExistsError` where another writer's database has appeared
@@ -168,10 +231,13 @@ class CellWriter:
         self._pieces.expect_no_more()
         if not self._pieces.is_last:
             self._send()
-        if self._databases:
+        if self._databases or self._taken:
             while self._sent:
                 self._finish_oldest()
-            self._await([each.experimental_copy_range_to(self._piece.store) for each in self._databases], 0)
+            own = [(each, [ts.KvStore.KeyRange()]) for each in self._databases]
+            into = self._piece.store
+            copies = [each.experimental_copy_range_to(into, r) for each, ranges in own + self._taken for r in ranges]
+            self._await(copies, 0)
         self._send()
         while self._sent:
             self._finish_oldest()
@@ -185,11 +251,15 @@ class CellWriter:
                 commit.result(timeout=deadline.left_s)
 
     def _begin_piece(self) -> None:
-        if self._pieces.is_last:
+        if self._pieces.is_last and not self._apart:
             self._piece = _Piece(self._store, self._spec)
             return
-        manifest = {"driver": "memory", "path": f"pieces/{len(self._databases)}/"}
+        number = len(self._databases)
+        manifest = {"driver": "memory", "path": f"pieces/{number}/"}
         spec = {**self._spec, "manifest": manifest, "btree_node_data_prefix": _NODES}
+        if self._apart:
+            spec |= {"btree_node_data_prefix": f"{_NODES}{_APART}{number}.", "value_data_prefix": f"d/{_APART}"}
+            self._group_databases.append(number)
         self._databases.append(self._opened(spec))
         self._piece = _Piece(self._databases[-1], spec)
 

@@ -1,0 +1,117 @@
+"""`python -m bench unchanged`: durable commits of an adapter on a frozen base, and of a state that changes everywhere.
+
+Each of the two states is saved by two managers that take turns in the same process. One writes every byte of every step
+(`shared_steps_max=1`); the other takes over the data files of leaves that did not change. The time of a commit is from
+`save` to the end of `wait_until_finished`. In a bucket, which is the shipped one on loopback, the bytes are those that
+its server received.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+import ckptkit
+from ckptkit import DurableProfile
+from ckptkit.testing.bucket import BucketServer
+
+_LEAVES = 30
+_ADAPTER_SHARE = 0.02  # of the base's bytes: rank 16 of matrices with 1,024 rows has 3 %
+_WARM_UP = 3  # saves until the files of the base are shared
+
+
+def _state(megabytes: int, step: int, *, frozen: bool) -> dict[str, jax.Array]:
+    rows = megabytes * 1_000_000 // (_LEAVES * 4 * 1000)
+    drift = 0.0 if frozen else step * 1e-3
+    base = {f"base{n}": jax.random.normal(jax.random.key(n), (rows, 1000)) + drift for n in range(_LEAVES)}
+    adapter = jnp.full((int(_LEAVES * rows * _ADAPTER_SHARE), 1000), float(step))
+    return jax.block_until_ready({**base, "adapter": adapter})
+
+
+def measure(root: str, megabytes: int, repeats: int, *, frozen: bool, sent: Any) -> dict[str, Any]:
+    """Median seconds and bytes of a durable commit, written whole and with shared files. `sent(url, step)` is how many
+    bytes a step took."""
+    profiles = {"whole": DurableProfile(shared_steps_max=1), "shared": DurableProfile(shared_steps_max=1000)}
+    seconds: dict[str, list[float]] = {name: [] for name in profiles}
+    took: dict[str, list[int]] = {name: [] for name in profiles}
+    with ExitStack() as stack:
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        managers = {
+            name: stack.enter_context(ckptkit.CheckpointManager(f"{root}/{name}", options=options, durable=profile))
+            for name, profile in profiles.items()
+        }
+        for step in range(_WARM_UP + repeats):
+            state = _state(megabytes, step, frozen=frozen)
+            for name in sorted(managers, reverse=bool(step % 2)):
+                sent(None, None)
+                began_s = time.monotonic()
+                managers[name].save(step, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+                managers[name].wait_until_finished()
+                if step >= _WARM_UP:
+                    seconds[name].append(time.monotonic() - began_s)
+                    took[name].append(sent(f"{root}/{name}", step))
+    whole, shared = (statistics.median(seconds[name]) for name in ("whole", "shared"))
+    return {
+        "whole_s": round(whole, 3),
+        "shared_s": round(shared, 3),
+        "times_as_fast": round(whole / shared, 2),
+        "whole_bytes": statistics.median(took["whole"]),
+        "shared_bytes": statistics.median(took["shared"]),
+        "samples": seconds,
+    }
+
+
+def _written_on_disk(url: str | None, step: int | None) -> int:
+    """Bytes of a step that no other step has."""
+    if url is None:
+        return 0
+    files = [path for path in Path(url, str(step)).rglob("*") if path.is_file()]
+    return sum(path.stat().st_size for path in files if path.stat().st_nlink == 1)
+
+
+@click.command()
+@click.option("--megabytes", type=click.IntRange(min=1), default=300, show_default=True, help="Of the base.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Saves after the warm-up.")
+@click.option("--disk", default=tempfile.gettempdir(), show_default=True, help="A directory on a disk.")
+@click.option("--place", type=click.Choice(["disk", "bucket"]), default="disk", show_default=True)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every sample, as JSON.")
+def main(megabytes: int, repeats: int, disk: str, place: str, json_path: Path | None) -> None:
+    """Measures durable commits with and without shared data files, in turns, on the same states."""
+    work = Path(tempfile.mkdtemp(prefix="ckptkit-unchanged-", dir=disk))
+    found: dict[str, Any] = {}
+    try:
+        with ExitStack() as stack:
+            root, sent = str(work / "disk"), _written_on_disk
+            if place == "bucket":
+                server = stack.enter_context(BucketServer(dir=work / "bucket", buckets=["bench"]))
+                os.environ.update(server.env())
+                root = "gs://bench/run"
+
+                def sent(url: str | None, step: int | None) -> int:
+                    del url, step
+                    total = sum(entry.exchange.received_bytes for entry in server.log.entries())
+                    server.log.clear()
+                    return total
+
+            for case, frozen in (("adapter on a frozen base", True), ("changes everywhere", False)):
+                found[case] = measure(f"{root}-{int(frozen)}", megabytes, repeats, frozen=frozen, sent=sent)
+                print(f"{case}: " + ", ".join(f"{k} {v}" for k, v in found[case].items() if k != "samples"))
+    finally:
+        shutil.rmtree(work)
+    print(f"load: {os.getloadavg()[0]:.1f}")
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        result = {"benchmark": "unchanged", "place": place, "megabytes": megabytes, "repeats": repeats, "cases": found}
+        json_path.write_text(json.dumps(result, indent=1) + "\n")
