@@ -268,9 +268,7 @@ class StepWriter:
         taken = plan.taken_leaves
         apart = [(record, blocks) for record, blocks in own if record.name in plan.apart]
         rest = [(record, () if record.name in taken | plan.apart else blocks) for record, blocks in own]
-        cells = CellWriter(
-            part, profile, self._pace, ready=ready, expected=[*apart, *rest], taken=plan.taken, apart=bool(apart)
-        )
+        cells = CellWriter(part, profile, self._pace, ready=ready, expected=[*apart, *rest], sharing=plan)
         try:
             for record, blocks in apart:
                 cells.add(record, blocks, describe=False)

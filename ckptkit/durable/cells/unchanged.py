@@ -12,20 +12,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import Final, final
 
 import numpy as np
+import tensorstore as ts
 
+from ckptkit.durable.cells.ocdbt import Placed, places
 from ckptkit.durable.cells.tensorstore_wait import large_objects
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord, digest_of
+from ckptkit.model.paths import OCDBT_MANIFEST
 from ckptkit.store import all_of
 from ckptkit.store.backends import properties_of
 from ckptkit.store.mounts import file_system_of
 
 LEAF_BYTES_MIN = 64 << 10  # a smaller leaf is written with the rest: it saves nothing and costs a key range
 GROUP_BYTES_MIN = 1 << 20  # for less, a data file of its own takes longer than the write
+NODES = "n/"  # the trees of pieces and groups are in memory: only the item's, which joins them, is in the storage
 _GROUPS_MAX = 8  # in one step: each costs a request or a link for each data file
 _LIVE_SHARE_MIN = 0.75  # of a group's bytes: with less, too many bytes of changed leaves are kept
 
@@ -78,6 +82,23 @@ class SharingPlan:
     def taken_leaves(self) -> frozenset[str]:
         """Leaves that are not written."""
         return frozenset().union(*(group.live for group in self.taken))
+
+
+NOTHING_SHARED: Final = SharingPlan(taken=(), apart=frozenset(), signatures={})
+
+
+def group_of(trees: Sequence[PieceTree], leaves: Mapping[str, int]) -> FileGroup:
+    """The data files that the trees of a step's own group refer to; `leaves` are in them. Touches no storage."""
+    files: dict[str, int] = {}
+    for tree in trees:
+        look = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+        look.write(OCDBT_MANIFEST, tree.manifest).result()
+        for name, node in tree.nodes.items():
+            look.write(f"{NODES}{name}", node).result()
+        for placed in places(look, lambda future: future.result()).values():
+            if isinstance(placed, Placed):
+                files[placed.path] = max(files.get(placed.path, 0), placed.start + placed.length)
+    return FileGroup(leaves=leaves, trees=tuple(trees), files=files, live=frozenset(leaves))
 
 
 @final

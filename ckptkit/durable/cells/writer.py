@@ -20,11 +20,10 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.cells.kvstore import BUCKET_DRIVERS, base_of
-from ckptkit.durable.cells.ocdbt import Placed, places
 from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.durable.cells.pieces import INLINE_BYTES, Pieces
 from ckptkit.durable.cells.tensorstore_wait import awaited, small_objects
-from ckptkit.durable.cells.unchanged import FileGroup, PieceTree
+from ckptkit.durable.cells.unchanged import NODES, NOTHING_SHARED, FileGroup, PieceTree, SharingPlan, group_of
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import COMPRESSORS, Codec, DurableProfile
 from ckptkit.model.manifest import LeafRecord
@@ -40,7 +39,6 @@ _CONFIG = {
 }
 _UNPUBLISHED = {"driver": "memory", "path": "unpublished/"}
 _APART = "unchanged."  # in the names of data files that later steps may take over, and of the nodes that find them
-_NODES = "n/"  # the trees of pieces are in memory: only the last one's, which joins them, is in the storage
 _CACHE_BYTES = 100_000_000
 _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one request,
 # With TensorStore's jitter. Its own 32 tries take up to 15 minutes; a waiting caller gets the error sooner.
@@ -115,28 +113,27 @@ class CellWriter:
         *,
         expected: Iterable[tuple[LeafRecord, Iterable[tuple[Box, np.ndarray]]]] = (),
         data_prefix: str | None = None,
-        taken: Sequence[FileGroup] = (),
-        apart: bool = False,
+        sharing: SharingPlan = NOTHING_SHARED,
     ):
         """`ready` returns once something may be put into the directory, and raises where that will not be. `expected`
         is what will be added, where that is known. `data_prefix` is that of `kvstore_spec`. The files of the groups
-        `taken` are in the directory already. `apart`: what is added until `end_apart` has data files of its own.
+        that `sharing` takes over are in the directory already. Its leaves `apart` are added first, until `end_apart`.
         """
-        self._apart, self._group_databases = apart, list[int]()
+        self._apart, self._group_databases = bool(sharing.apart), list[int]()
         self._ready = ready
         self._directory, self._profile = directory, profile
         self._pace = pace or WritePace(profile.write_bytes_per_s)
         self._context = context or kvstore_context(profile, writing=True)
         self._pieces = Pieces(profile, ((leaf, [box for box, _ in blocks]) for leaf, blocks in expected))
         self._spec = kvstore_spec(directory, profile, writing=True, data_prefix=data_prefix)
-        if not self._pieces.is_last or taken or apart:
+        if not self._pieces.is_last or sharing.taken or sharing.apart:
             # References to data files can be copied between databases of one base only: the item's has this one too.
-            nodes = {"prefix": _NODES, "base": {"driver": "memory", "path": "nodes/"}}
+            nodes = {"prefix": NODES, "base": {"driver": "memory", "path": "nodes/"}}
             self._spec["base"] = {"driver": "kvstack", "layers": [{"base": self._spec["base"]}, nodes]}
         self._store = self._opened(self._spec)
         self._databases: list[Any] = []  # of all pieces but the last
         self._sent: deque[Any] = deque()  # commits, oldest first
-        self._taken = [database for group in taken for database in self._taken_over(group)]
+        self._taken = [database for group in sharing.taken for database in self._taken_over(group)]
         self._begin_piece()
 
     def add(self, leaf: LeafRecord, blocks: Iterable[tuple[Box, np.ndarray]], *, describe: bool) -> None:
@@ -180,7 +177,7 @@ class CellWriter:
     def group(self, leaves: Mapping[str, int]) -> FileGroup:
         """The data files of what was added before `end_apart`, for `taken` of a later step: `leaves`, with their bytes.
         Call it after `commit`."""
-        trees, files = list[PieceTree](), dict[str, int]()
+        trees = list[PieceTree]()
         memory = self._opened({"driver": "memory"})
 
         def read(key: str) -> bytes:
@@ -191,19 +188,7 @@ class CellWriter:
             names = [key.decode() for key in awaited([memory.list()], self._profile, self._directory)[0]]
             nodes = {name.removeprefix("nodes/"): read(name) for name in names if name.startswith(prefix)}
             trees.append(PieceTree(manifest=read(f"pieces/{number}/{OCDBT_MANIFEST}"), nodes=nodes))
-        for tree in trees:
-            for placed in self._places(tree).values():
-                if isinstance(placed, Placed):
-                    files[placed.path] = max(files.get(placed.path, 0), placed.start + placed.length)
-        return FileGroup(leaves=leaves, trees=tuple(trees), files=files, live=frozenset(leaves))
-
-    def _places(self, tree: PieceTree) -> dict[str, Placed | bytes]:
-        """The places of a tree's values."""
-        look = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
-        look.write(OCDBT_MANIFEST, tree.manifest).result()
-        for name, node in tree.nodes.items():
-            look.write(f"{_NODES}{name}", node).result()
-        return places(look, lambda future: awaited([future], self._profile, self._directory)[0])
+        return group_of(trees, leaves)
 
     def _taken_over(self, group: FileGroup) -> list[tuple[Any, list[Any]]]:
         """A group's databases over this directory, and the ranges of keys of its leaves that did not change."""
@@ -256,9 +241,9 @@ class CellWriter:
             return
         number = len(self._databases)
         manifest = {"driver": "memory", "path": f"pieces/{number}/"}
-        spec = {**self._spec, "manifest": manifest, "btree_node_data_prefix": _NODES}
+        spec = {**self._spec, "manifest": manifest, "btree_node_data_prefix": NODES}
         if self._apart:
-            spec |= {"btree_node_data_prefix": f"{_NODES}{_APART}{number}.", "value_data_prefix": f"d/{_APART}"}
+            spec |= {"btree_node_data_prefix": f"{NODES}{_APART}{number}.", "value_data_prefix": f"d/{_APART}"}
             self._group_databases.append(number)
         self._databases.append(self._opened(spec))
         self._piece = _Piece(self._databases[-1], spec)
