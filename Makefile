@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 .PHONY: setup setup-system setup-cluster demo demo-guard demo-certify test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session broadcast-campaign simulator-campaign policy-campaign faults bench-all
-.PHONY: test-telemetry zoo simulate-protocol figures strangers test-wheel test-floor test-newest test-s3
+.PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3
 
 setup: $(STAMP)
 
@@ -145,20 +145,28 @@ test-newest:
 	.venv-newest/bin/python -m pytest $(VERSION_TESTS)
 
 # Public trainers over ckptkit, each in an environment of its own: docs/migrate.md has the table.
-STRANGERS := artifex keras maxtext nnx_ppo opifex tunix
+STRANGERS := artifex blaxbird flaxdiff keras maxtext mlip nnx_ppo opifex tunix
 PACKAGES_artifex := flax optax
+PACKAGES_blaxbird := flax optax
+PACKAGES_flaxdiff := flax optax clu einops tqdm termcolor
 PACKAGES_maxtext := flax optax grain pydantic omegaconf pyyaml tensorboardx absl-py etils jsonlines aqtp qwix jaxtyping pathwaysutils \
   jinja2 huggingface_hub transformers sentencepiece datasets safetensors tokamax drjax pillow tiktoken sympy ml_collections
 PYTHON_maxtext := python3.12
 PACKAGES_opifex := flax optax beartype blackjax calibrax datarax diffrax distrax jaxtyping optimistix pydantic tensorly
 # Installed without their requirements, which are large, and not needed for training.
 LONE_artifex := avitai-artifex==0.1.3
+LONE_blaxbird := blaxbird==0.2.0
+LONE_flaxdiff := flaxdiff==0.2.11
 LONE_maxtext := maxtext==0.2.5
 LONE_opifex := avitai-artifex==0.1.3 opifex==0.2.0
 PACKAGES_nnx_ppo := nnx-ppo==0.3.0
+PACKAGES_mlip := mlip==0.2.5
 PACKAGES_keras := keras==3.15.1
 PACKAGES_tunix := google-tunix==0.1.7 transformers==5.4.0 datasets==5.2.0
 strangers: $(STRANGERS:%=stranger-%)
+
+# The two that install and train fastest.
+strangers-ci: stranger-blaxbird stranger-nnx_ppo
 
 stranger-%:
 	$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-stranger-$*

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint._src.handlers.base_pytree_checkpoint_handler import BasePyTreeCheckpointHandler
+from orbax.checkpoint._src.metadata.tree import PyTreeMetadataOptions
 
 import ckptkit
+from ckptkit.durable.orbax.manager import StockManager
 from ckptkit.restore.request import _gives_back_tree
 from ckptkit.snapshot.items import save_items
 from ckptkit.snapshot.small_items import gives_back
+from tests.dropin import test_options
+
+
+class OwnImplementation(BasePyTreeCheckpointHandler):
+    """A caller's own way to write trees."""
+
 
 args: Any = ocp.args
 DEPARTURES = (Path(__file__).parents[2] / "docs" / "departures.md").read_text()
@@ -71,6 +81,41 @@ LEAF_RULES: dict[str, Any] = {
     "ArrayRestoreArgs.global_shape": "held",
     "ArrayRestoreArgs.shape": "held",
     "ArrayRestoreArgs.strict": args.PyTreeRestore(tree, restore_args={"w": ocp.ArrayRestoreArgs(strict=False)}),
+}
+# Each argument of the handlers of trees. layout: the handler itself writes the durable tier, where this value is given;
+# departure: no effect, as listed.
+HANDLER_RULES: dict[str, Any] = {
+    "use_ocdbt": False,
+    "use_zarr3": True,
+    "type_handler_registry": ocp.type_handlers.create_type_handler_registry(
+        (int, ocp.type_handlers.ScalarHandler()), (jax.Array, ocp.type_handlers.ArrayHandler())
+    ),
+    "handler_impl": OwnImplementation(),
+    "multiprocessing_options": ocp.options.MultiprocessingOptions(primary_host=None),
+    "pytree_metadata_options": PyTreeMetadataOptions(support_rich_types=True),
+    "aggregate_filename": "departure",
+    "array_metadata_validator": "departure",
+    "enable_pinned_host_transfer": "departure",
+    "is_prioritized_key_fn": "departure",
+    "memory_limit_options": "departure",
+    "restore_concurrent_gb": "departure",
+    "save_concurrent_gb": "departure",
+    "save_device_host_concurrent_gb": "departure",
+    "use_compression": "departure",
+}
+# Each field of the records within the options: the test that shows that it is obeyed, or departure.
+RECORD_RULES = {
+    "AsyncOptions.barrier_sync_fn": "departure",
+    "AsyncOptions.create_directories_asynchronously": "departure",
+    "AsyncOptions.post_finalization_callback": "test_async_options_callback_is_called",
+    "AsyncOptions.timeout_secs": "departure",
+    "AtomicityOptions.allow_legacy_atomic_rename": "test_atomicity_options_require_the_commit_file",
+    "AtomicityOptions.mode": "test_atomicity_options_require_the_commit_file",
+    "FileOptions.path_permission_mode": "test_file_options_set_permissions",
+    "FileOptions.skip_sync_file_validations": "departure",
+    "MultiprocessingOptions.active_processes": "departure",
+    "MultiprocessingOptions.barrier_sync_key_prefix": "test_multiprocessing_options_separate_barriers",
+    "MultiprocessingOptions.primary_host": "departure",
 }
 KINDS = {"ArrayRestore": "array", "JaxRandomKeyRestore": "jax_key", "ProtoRestore": "proto"}
 
@@ -157,6 +202,37 @@ def test_save_fields_are_held_by_the_ramdisk(tmp_path: Path, kind: str) -> None:
         assert manager.restore(1, args=restore())["w"].dtype == jnp.bfloat16
         assert manager.restore(0, args=restore())["w"].dtype == jnp.bfloat16
         assert manager.item_metadata(0).custom_metadata == {"a": 0}
+
+
+@pytest.mark.parametrize("kind", [ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler])
+def test_every_argument_of_a_handler_has_a_rule(kind: Any) -> None:
+    """A layout would be asked for, and another one written."""
+    taken = {name for name in parameters(kind.__init__) if name != "self"}
+    assert taken <= set(HANDLER_RULES)
+    assert kind is ocp.StandardCheckpointHandler or taken == set(HANDLER_RULES)
+    assert StockManager.is_plain(kind())
+    for name in taken:
+        if HANDLER_RULES[name] == "departure":
+            assert any(f"`{name}`" in row and "not used" in row for row in DEPARTURES.splitlines()), name
+        else:
+            assert not StockManager.is_plain(kind(**{name: HANDLER_RULES[name]})), name
+            assert f"`{name}" in DEPARTURES or name == "multiprocessing_options"
+
+
+def test_every_field_of_the_records_in_the_options_has_a_rule() -> None:
+    """A timeout, a permission or a barrier of the caller's own would be ignored."""
+    records = [
+        ocp.AsyncOptions,
+        *(getattr(ocp.options, f"{n}Options") for n in ("Atomicity", "File", "Multiprocessing")),
+    ]
+    found = {f"{kind.__name__}.{field.name}" for kind in records for field in dataclasses.fields(kind)}
+    assert found == set(RECORD_RULES)
+    for field, rule in RECORD_RULES.items():
+        name = field.partition(".")[2]
+        if rule == "departure":
+            assert re.search(rf"`(\w+\.)?{name}(=\w+)?`", DEPARTURES), f"{field} is not listed"
+        else:
+            assert callable(getattr(test_options, rule)), rule
 
 
 def test_departures_count_the_options() -> None:

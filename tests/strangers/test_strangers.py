@@ -16,12 +16,18 @@ import pytest
 
 SCRIPTS = {
     "artifex": "artifex_nnx.py",
+    "blaxbird": "blaxbird_train.py",
+    "flaxdiff": "flaxdiff_train.py",
     "keras": "keras_fit.py",
     "maxtext": "maxtext_train.py",
+    "mlip": "mlip_train.py",
     "opifex": "opifex_store.py",
     "tunix": "tunix_peft.py",
 }
-WITHOUT_MANAGER = {"nnx_ppo": "nnx_ppo_train.py"}  # they save trees at paths of their own: no steps, no tiers
+WITHOUT_MANAGER = {
+    "flax": "flax_checkpoints.py",
+    "nnx_ppo": "nnx_ppo_train.py",
+}  # they save trees at paths of their own: no steps, no tiers
 KILLED_AFTER = 3
 ROOT = Path(__file__).parents[2]
 

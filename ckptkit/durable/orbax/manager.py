@@ -303,7 +303,7 @@ class StockManager:
         if type(tree) is not ocp.PyTreeCheckpointHandler:
             return False
         ours, plain = tree._handler_impl, _plain(ocp.PyTreeCheckpointHandler)._handler_impl
-        return all(getattr(ours, name) == getattr(plain, name) for name in _TREE_LAYOUT)
+        return type(ours) is type(plain) and all(getattr(ours, name) == getattr(plain, name) for name in _TREE_LAYOUT)
 
     def listed(self) -> StepListing:
         """The committed steps that the storage has now, ascending, with what was seen below them on the way; changes
