@@ -67,14 +67,3 @@ def write_status(path: Path | None, status: Mapping[str, Any]) -> None:
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
-
-
-def read_status(path: Path) -> dict[str, Any]:
-    """The status in a file. Raises ValueError for a file that is none, and OSError for one that cannot be read."""
-    try:
-        found = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not a status of ckptkit run: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a status of ckptkit run: expected the format {FORMAT!r}")
-    return found

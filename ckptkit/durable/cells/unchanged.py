@@ -103,7 +103,7 @@ def group_of(trees: Sequence[PieceTree], leaves: Mapping[str, int]) -> FileGroup
 
 @final
 class UnchangedLeaves:
-    """What one process remembers of its part of one item, from one committed step to the next. One thread."""
+    """The memory of one process about its part of one item, from one committed step to the next. One thread."""
 
     def __init__(self) -> None:
         self._signatures: Mapping[str, str] = {}
@@ -111,7 +111,7 @@ class UnchangedLeaves:
         self.directory: str | None = None  # of the database of the last committed step
 
     def plan(self, leaves: Iterable[LeafRecord], profile: DurableProfile) -> SharingPlan:
-        """What the next step may share with the last one. Cost: a digest of each leaf's digests."""
+        """The leaves that the next step may share with the last one. Cost: a digest of each leaf's digests."""
         own = {leaf.name: (sign, leaf.held_bytes) for leaf in leaves if (sign := _signature(leaf, profile)) is not None}
         signatures = {name: sign for name, (sign, _) in own.items()}
         if profile.shared_steps_max == 1:
@@ -138,7 +138,7 @@ class UnchangedLeaves:
 
 @final
 class Sharing:
-    """What the steps of one root share, on one process: `UnchangedLeaves` of each item. One thread."""
+    """The files that the steps of one root share, on one process: `UnchangedLeaves` of each item. One thread."""
 
     def __init__(self, root: str):
         self._root = root
@@ -186,7 +186,7 @@ class Sharing:
 
 
 def without(plan: SharingPlan, group: FileGroup) -> SharingPlan:
-    """The plan after the files of a group could not be taken over: its leaves are written, apart from the others."""
+    """The plan after the files of a group could not be linked: its leaves are written, apart from the others."""
     taken = tuple(each for each in plan.taken if each is not group)
     return replace(plan, taken=taken, apart=plan.apart | group.live)
 

@@ -164,7 +164,7 @@ class CellWriter:
                     self._send()
 
     def end_apart(self) -> None:
-        """What is added from now on is in data files without the leaves that were added so far."""
+        """Later leaves go into other data files than the leaves that were added so far."""
         if self._pieces.filled_bytes:
             self._apart = False
             self._send()
