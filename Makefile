@@ -148,7 +148,7 @@ test-newest:
 STRANGERS := artifex blaxbird flaxdiff keras maxtext mlip nnx_ppo opifex tunix
 PACKAGES_artifex := flax optax
 PACKAGES_blaxbird := flax optax
-PACKAGES_flaxdiff := flax optax clu einops tqdm termcolor
+PACKAGES_flaxdiff := flax optax clu einops grain matplotlib tqdm termcolor
 PACKAGES_maxtext := flax optax grain pydantic omegaconf pyyaml tensorboardx absl-py etils jsonlines aqtp qwix jaxtyping pathwaysutils \
   jinja2 huggingface_hub transformers sentencepiece datasets safetensors tokamax drjax pillow tiktoken sympy ml_collections
 PYTHON_maxtext := python3.12
