@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.launch import ExitCode
-from tests.multiprocess.starters import STARTERS, environment, run, running_slurm, skip_without, started
+from tests.multiprocess.starters import environment, run, running_slurm, skip_without, started
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "slurm.sbatch"
@@ -29,20 +29,24 @@ def flags(root: Path, cache: Path, steps: int) -> list[str]:
     return [*words, "--checkpoint", str(root / "durable"), "--ram", str(root / "ram"), "--events", str(root / "events")]
 
 
-@pytest.mark.parametrize("starter", STARTERS)
-def test_trainer_finds_its_peers_under_each_launcher(starter: str, tmp_path: Path, cache: Path) -> None:
-    """Breaks when two tasks train two models, each for itself, or each takes itself for process 0."""
-    skip_without(starter)
-    command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, cache, 3)]
-    code, said = run(starter, command, processes=2, devices=1, root=tmp_path)
-    assert code == 0, said
+def assert_is_one_job(said: str, root: Path) -> None:
+    """Two tasks would train two models, each for itself, or each would take itself for process 0."""
     assert "on 2 processes" in said
-    logs = sorted(path.name for path in (tmp_path / "events").iterdir())
+    logs = sorted(path.name for path in (root / "events").iterdir())
     assert logs == ["attempt-0-process-0.jsonl", "attempt-0-process-1.jsonl"]
 
 
+def test_trainer_finds_its_peers_under_mpirun(tmp_path: Path, cache: Path) -> None:
+    """Breaks when two tasks train two models, each for itself, or each takes itself for process 0."""
+    skip_without("mpirun")
+    command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, cache, 3)]
+    code, said = run("mpirun", command, processes=2, devices=1, root=tmp_path)
+    assert code == 0, said
+    assert_is_one_job(said, tmp_path)
+
+
 def test_job_preempted_by_slurm_saves_and_exits_75(tmp_path: Path, cache: Path) -> None:
-    """Breaks when SIGTERM from the scheduler costs the steps since the last save."""
+    """Breaks when tasks under srun do not find each other, or SIGTERM costs the steps since the last save."""
     skip_without("srun")
     command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, cache, 5000)]
     with started("srun", command, processes=2, devices=1, root=tmp_path) as job:
@@ -60,6 +64,7 @@ def test_job_preempted_by_slurm_saves_and_exits_75(tmp_path: Path, cache: Path) 
     said = "".join(seen[-40:])
     assert code == ExitCode.PREEMPTED, said
     assert "is saved in ram, durable" in said
+    assert_is_one_job("".join(seen), tmp_path)
 
 
 def test_batch_script_runs_a_job_to_completion(tmp_path: Path, cache: Path) -> None:
