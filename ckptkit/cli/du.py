@@ -63,6 +63,8 @@ def show_usage(found: Usage, plan: PrunePlan | None) -> None:
         f"{found.root}: {size_text(found.stored_bytes)} ({found.stored_bytes} bytes), "
         f"{count_text(len(found.steps), 'step')}, {size_text(dead)} dead weight"
     )
+    if found.repeated_bytes:
+        print_line(f"  steps share data files: {size_text(found.repeated_bytes)} of their sizes are counted again")
     for note in found.notes:
         print_line(f"  {note}")
     if found.steps:

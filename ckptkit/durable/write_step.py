@@ -91,6 +91,11 @@ class StepWriter:
         self._sharing = Sharing(url)
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of data files that the step committed last has in common with the one before, on this process."""
+        return self._sharing.shared_bytes
+
     def write(
         self,
         name: str,

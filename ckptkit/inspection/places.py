@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, final
@@ -172,6 +172,13 @@ class Place:
             found.update({f"{name}/{key}": size for key, size in self.below(name).sizes().items()})
         return found
 
+    def shared_files(self) -> dict[str, int]:
+        """The bytes of every file below it that has another name too, by the file's own number. Cost: as of `sizes`.
+
+        Empty in a bucket: every object has bytes of its own.
+        """
+        return _linked_sizes(self.url) if self.store.properties.file_system else {}
+
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
@@ -227,14 +234,20 @@ def no_directory(url: str, why: str) -> StepNotFoundError:
 
 
 def _local_sizes(path: str) -> dict[str, int]:
+    return {os.path.relpath(whole, path): found.st_size for whole, found in _local_files(path)}
+
+
+def _linked_sizes(path: str) -> dict[str, int]:
+    return {f"{at.st_dev}:{at.st_ino}": at.st_size for _, at in _local_files(path) if at.st_nlink > 1}
+
+
+def _local_files(path: str) -> Iterator[tuple[str, os.stat_result]]:
     def fail(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # pruned while it was counted
             raise StoreError(f"{error.filename}: {error.strerror}", path=path) from error
 
-    found: dict[str, int] = {}
     for directory, _, names in os.walk(path, onerror=fail):
         for name in names:
             whole = os.path.join(directory, name)
             with suppress(FileNotFoundError):
-                found[os.path.relpath(whole, path)] = os.lstat(whole).st_size
-    return found
+                yield whole, os.lstat(whole)

@@ -77,8 +77,9 @@ class Outcomes:
         self.under_way.advance()
         self._events.emit(Kind.PHASE, step=save_id.step, tier=tier, phase=phase)
 
-    def committed(self, save: Save, tier: str, arena: Arena | None) -> None:
-        """All processes hold the save in `tier`, which the log has booked."""
+    def committed(self, save: Save, tier: str, arena: Arena | None, *, shared_bytes: int = 0) -> None:
+        """All processes hold the save in `tier`, which the log has booked. `shared_bytes`: of data files that this
+        process took over from the step before."""
         if tier == MEMORY:
             return
         self._ledger.hold(save.save_id, tier, save.description.held_bytes)
@@ -90,6 +91,7 @@ class Outcomes:
             bytes=save.description.held_bytes,
             duration_s=round(clock.monotonic_s() - save.staged_s, 6),
             **({"method": arena.method} if arena is not None and arena.synced else {}),
+            **({"shared_bytes": shared_bytes} if shared_bytes else {}),
         )
 
     def committed_by_orbax(self, save_id: SaveId, began_s: float) -> None:

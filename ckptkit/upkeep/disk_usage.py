@@ -6,7 +6,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -38,7 +38,7 @@ _ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what O
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUsage:
     """The bytes of one durable step. `items`: bytes by item (the step's own files under ""); `kinds`: by `UsageKind`;
-    `pin_reason`: the reason given when it was pinned."""
+    `pin_reason`: the reason given when it was pinned. `shared_bytes`: of files that another step has too."""
 
     step: int
     path: str
@@ -49,6 +49,7 @@ class StepUsage:
     items: Mapping[str, int]
     kinds: Mapping[str, int]
     pin_reason: str = ""
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,8 @@ class DeadWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """A root, and what the given tiers of this host hold of it. `record_bytes`: of records (epochs, leases, pins)."""
+    """A root, and what the given tiers of this host hold of it. `record_bytes`: of records (epochs, leases, pins);
+    `repeated_bytes`: what the sum over steps counts more than once."""
 
     root: str
     steps: tuple[StepUsage, ...]
@@ -72,14 +74,16 @@ class Usage:
     record_bytes: int
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    repeated_bytes: int = 0
 
     @property
     def stored_bytes(self) -> int:
-        """Everything below the durable root, dead weight too."""
+        """Everything below the durable root, dead weight too. A file that several steps have counts once."""
         inside = [each.stored_bytes for each in self.dead if each.kind in ("leftover", "stray")]
         own = f"{self.root}/{paths.SIDECAR_DIR}/"
         aside = [each.stored_bytes for each in self.dead if each.kind == "quarantine" and each.path.startswith(own)]
-        return sum(each.stored_bytes for each in self.steps) + sum(inside) + sum(aside) + self.record_bytes
+        own_bytes = sum(each.stored_bytes for each in self.steps) - self.repeated_bytes
+        return own_bytes + sum(inside) + sum(aside) + self.record_bytes
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -133,18 +137,30 @@ def usage(
         for each in arenas
         if each.quarantine_bytes
     ]
+    shared = {each.place.url: each.place.shared_files() for each in steps}
     for each in steps if deep else ():
         dead += _unreferenced(each.place, problems)
     problems += [each.problem for each in found if each.problem is not None]
     return Usage(
         root=place.url,
-        steps=tuple(_step_usage(each, pinned, used, place) for each in steps),
+        steps=tuple(
+            replace(_step_usage(each, pinned, used, place), shared_bytes=sum(shared[each.place.url].values()))
+            for each in steps
+        ),
         arenas=tuple(arenas),
         dead=tuple(dead),
         record_bytes=_record_bytes(place),
         notes=(*in_root.notes, *_notes(tiers, arenas, host_id)),
         problems=tuple(problems),
+        repeated_bytes=_repeated_bytes(list(shared.values())),
     )
+
+
+def _repeated_bytes(shared: Sequence[Mapping[str, int]]) -> int:
+    """What the sum over steps counts more than once; `shared` has the files of each step that have several names."""
+    names = Counter(file for own in shared for file in own)
+    sizes = {file: size for own in shared for file, size in own.items()}
+    return sum((count - 1) * sizes[file] for file, count in names.items())
 
 
 def _notes(tiers: Sequence[str], arenas: Sequence[ArenaEntry], host_id: str | None) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -40,6 +40,14 @@ _POLL_S = 0.5  # between two looks at leases that are waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """The bytes of a step's files. `shared`: of them, the files that have another name too, by the file's number."""
+
+    all_bytes: int
+    shared: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PruneStep:
     """The outcome for one durable step, and the reason. `leave`: pruning does not decide about it."""
 
@@ -48,9 +56,14 @@ class PruneStep:
     state: StepState
     kind: StepClass
     save_id: SaveId | None
-    stored_bytes: int
+    size: StepBytes
     act: PruneAction
     reasons: tuple[str, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its files, those that other steps have too included."""
+        return self.size.all_bytes
 
     @property
     def name(self) -> str:
@@ -93,8 +106,11 @@ class PrunePlan:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of all that."""
-        return sum(each.stored_bytes for each in self.doomed)
+        """Bytes of all that. A file stays as long as another step has it."""
+        kept = {file for each in self.steps if each.act != "delete" for file in each.size.shared}
+        gone = {file: size for each in self.doomed for file, size in each.size.shared.items() if file not in kept}
+        own = sum(each.stored_bytes - sum(each.size.shared.values()) for each in self.doomed)
+        return own + sum(gone.values())
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -147,10 +163,13 @@ def plan_prune(
     proven, corrupt = _newest_whole(branch, Limits(progress=progress), timeout_s, unread=unread)
     damaged = [f"{each.problem}; it is left as it is" for each in found if each.state == "damaged"]
     whole = [each for each in branch if each.place.url not in corrupt]
-    sizes = {each.place.url: each.place.stored_bytes() for each in found}
+    sizes = {
+        each.place.url: StepBytes(all_bytes=each.place.stored_bytes(), shared=each.place.shared_files())
+        for each in found
+    }
     kept: dict[str, list[str]] = {each.place.url: [] for each in found}
     for rule in keep:
-        for each in kept_by(rule, [(each.place.url, each.step, sizes[each.place.url]) for each in whole]):
+        for each in kept_by(rule, [(each.place.url, each.step, sizes[each.place.url].all_bytes) for each in whole]):
             kept[each].append(keep_text(rule))
     if proven is not None:
         kept[proven.place.url].append("the newest whole step")
@@ -250,7 +269,7 @@ def _add(kept: dict[str, list[str]], found: Sequence[DurableStep], steps: set[in
             kept[each.place.url].append(why)
 
 
-def _judged(each: DurableStep, size: int, kept: Sequence[str], corrupt: str | None, top: int) -> PruneStep:
+def _judged(each: DurableStep, size: StepBytes, kept: Sequence[str], corrupt: str | None, top: int) -> PruneStep:
     state = "damaged" if corrupt is not None else each.state
     left = reason_to_leave("delete", each.kind, Standing(state=state))
     if left is not None:
@@ -270,7 +289,7 @@ def _judged(each: DurableStep, size: int, kept: Sequence[str], corrupt: str | No
         state=each.state,
         kind=each.kind,
         save_id=each.save_id,
-        stored_bytes=size,
+        size=size,
         act=act,
         reasons=reasons,
     )

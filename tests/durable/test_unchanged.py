@@ -201,3 +201,18 @@ def test_padded_file_is_linked_and_a_short_one_is_not(tmp_path: Path) -> None:
     (target / "d/padded").unlink()
     assert not unchanged._link({"d/padded": 5000, "d/short": 5000}, str(source), str(target))
     assert not list((target / "d").iterdir())
+
+
+def test_event_of_a_commit_has_the_shared_bytes(tmp_path: Path) -> None:
+    """A person could not see that a commit was short because it wrote little."""
+    log = ckptkit.EventLog()
+    found = dict[int, int]()
+    log.observe(
+        lambda event: (
+            found.update({event.step or 0: event.fields.get("shared_bytes", 0)}) if event.kind == "committed" else None
+        )
+    )
+    with ckptkit.CheckpointManager(tmp_path, events=log) as manager:
+        for step in range(4):
+            _save(manager, step, _state(step))
+    assert found == {0: 0, 1: 0, 2: 2_400_000, 3: 2_400_000}
