@@ -157,7 +157,7 @@ def usage(
 
 
 def _repeated_bytes(shared: Sequence[Mapping[str, int]]) -> int:
-    """What the sum over steps counts more than once; `shared` has the files of each step that have several names."""
+    """Bytes that the sum over steps counts more than once; `shared`: the files of each step that have several names."""
     names = Counter(file for own in shared for file in own)
     sizes = {file: size for own in shared for file, size in own.items()}
     return sum((count - 1) * sizes[file] for file, count in names.items())
