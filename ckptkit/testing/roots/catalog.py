@@ -50,6 +50,11 @@ def _named(step: int) -> dict[str, Any]:
     return {"a b": jnp.ones(2) * step, "n\nl": jnp.ones(2) + step, "é*?[x]": jnp.zeros(2) - step}
 
 
+def _mostly_unchanged(step: int) -> dict[str, Any]:
+    """A frozen leaf of 1.2 MB, whose data file ckptkit's third step has in common with its second."""
+    return {"frozen": jnp.arange(300_000.0), "w": jnp.ones(2) * step}
+
+
 _PREFIXED: Final = {"step_name_format": ocp.path.step.standard_name_format(step_prefix="step")}
 _PADDED: Final = {"step_name_format": ocp.path.step.standard_name_format(step_format_fixed_length=8)}
 
@@ -71,6 +76,7 @@ _RUNS: Final[dict[str, Run]] = {
     "empty key": Run(item=tree(_key_without_characters)),
     "host arrays": Run(items={"state": tree(), "host": tree(_host_only)}),
     "odd leaf names": Run(item=tree(_named)),
+    "unchanged leaf": Run(item=tree(_mostly_unchanged)),
     "step prefix": Run(items={"state": tree(), "data": data()}, options=_PREFIXED),
     "padded steps": Run(items={"state": tree()}, options=_PADDED),
 }
