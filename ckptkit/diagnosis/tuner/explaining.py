@@ -32,6 +32,7 @@ def explain(
 ) -> SaveForecast:
     """Estimates the cost of saving `args` to the durable root: files, requests, bytes, peak memory. No I/O.
 
+    The estimate is for a state that has changed everywhere: leaves that did not change are not written again.
     `args` are those of `CheckpointManager.save` (`StandardSave`, `PyTreeSave`, `JsonSave`, `Composite`) or a tree;
     leaves may be abstract (`jax.ShapeDtypeStruct`), with the shardings that they will have. `processes`: of how many
     the job will be (default: this one's). Raises TypeError for an item that is neither arrays nor JSON: Orbax writes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from ckptkit.testing.bucket import BucketServer
 from tests.states import abstract, make_state
 
 PIECES = DurableProfile(data_file_bytes=1 << 20, in_flight_bytes=1 << 20)
+
+
+def changing(profile: DurableProfile) -> DurableProfile:
+    """Writes a state again as one that has changed everywhere, which is what a forecast is for."""
+    return replace(profile, shared_steps_max=1)
 
 
 def few_large() -> dict[str, Any]:
@@ -46,7 +52,7 @@ def test_save_to_a_disk_costs_what_explain_predicts(tmp_path: Path, make: Any, j
     args = args_of(state, json=json)
     said = ckptkit.explain(tmp_path, args)
     assert said == ckptkit.explain(tmp_path, args_of(abstract(state), json=json)), "an abstract state is as good"
-    with ckptkit.CheckpointManager(tmp_path) as manager:
+    with ckptkit.CheckpointManager(tmp_path, durable=changing(DurableProfile())) as manager:
         manager.save(1, args=args)
         manager.wait_until_finished()
         settle()
@@ -71,7 +77,7 @@ def test_save_to_a_bucket_takes_the_predicted_requests(
     """A bucket that throttles by requests would surprise whoever had asked before."""
     state = make()
     said = ckptkit.explain("gs://runs/run", args_of(state, json=True), durable=profile)
-    with ckptkit.CheckpointManager("gs://runs/run", durable=profile) as manager:
+    with ckptkit.CheckpointManager("gs://runs/run", durable=changing(profile)) as manager:
         manager.save(1, args=args_of(state, json=True))
         manager.wait_until_finished()
         time.sleep(0.3)  # a request is logged a moment after its answer was sent
