@@ -106,10 +106,10 @@ kill-campaign: setup
 
 # The multi-process tests as clusters start them.
 test-mpi: setup
-	$(BIN)/python -m pytest -m "slow or not slow" tests/multiprocess -k mpirun
+	$(BIN)/python -m pytest tests/multiprocess -k mpirun
 
 test-slurm: setup
-	$(BIN)/python -m pytest -m "slow or not slow" tests/multiprocess -k "srun or slurm or batch_script"
+	$(BIN)/python -m pytest tests/multiprocess -k "srun or slurm or batch_script"
 
 # S3 against moto's server, in an environment of its own: botocore wants an older python-dateutil than kubernetes.
 test-s3:

@@ -1,6 +1,6 @@
 """Two processes that save and restore: what they agree on, and that no device collective is launched for it.
 
-The same job is started by our launcher; with `make test-mpi` and `make test-slurm` also by mpirun and by srun.
+The same job is started by our launcher, by mpirun and by srun, where they are installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.multiprocess.save_worker import PROCESSES, STRATEGIES, make_abstract,
 from tests.multiprocess.starters import STARTERS, run, skip_without
 
 
-@pytest.fixture(scope="module", params=["launcher", *(pytest.param(name, marks=pytest.mark.slow) for name in STARTERS)])
+@pytest.fixture(scope="module", params=["launcher", *STARTERS])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     """A job's directory, how it ended, and the end of its output; the same under all starters."""
     root: Path = tmp_path_factory.mktemp(f"saves-{request.param}")
