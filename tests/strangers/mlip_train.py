@@ -1,8 +1,6 @@
-"""InstaDeep's mlip: its training loop of a small MACE force field, over ckptkit.
+"""InstaDeep's mlip: its training loop of a small MACE force field. Its `ocp.CheckpointManager` is ckptkit's.
 
     python mlip_train.py ROOT [--kill-after EPOCH] [--stock]
-
-Its `orbax.checkpoint.CheckpointManager` is ckptkit's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Google's Tunix: `PeftTrainer` trains a small model, over ckptkit.
+"""Google's Tunix: `PeftTrainer` trains a small model. Its `ocp.CheckpointManager` is ckptkit's.
 
     python tunix_peft.py ROOT [--kill-after STEP] [--stock]
-
-Its `orbax.checkpoint.CheckpointManager` is ckptkit's.
 """
 
 from __future__ import annotations
