@@ -114,9 +114,10 @@ def test_first_attempt_teaches_the_template_what_to_import(tmp_path: Path) -> No
     """A user who names no modules would get cold starts only."""
     write(tmp_path / "heavy.py", "import os\nHERE = os.getpid()")
     code = (
-        "import heavy, os, sys\nprint(heavy.HERE == os.getpid(), flush=True)\nsys.exit(3 if sys.argv[1] == '0' else 0)"
-    )
-    job = Job([PYTHON, write(tmp_path / "s.py", code), "{attempt}"], processes=2, warm=WarmStart())
+        "import heavy, os, sys, time\nprint(heavy.HERE == os.getpid(), flush=True)\n"
+        "if sys.argv[1] == '0':\n    time.sleep(0 if sys.argv[2] == '0' else 600)\n    sys.exit(3)"
+    )  # process 0 is lost, the one whose imports are recorded
+    job = Job([PYTHON, write(tmp_path / "s.py", code), "{attempt}", "{process}"], processes=2, warm=WarmStart())
     assert job.run() == ExitCode.OK
     assert Counter(job.texts) in ({"True": 2, "False": 2}, {"True": 1, "False": 2}), "cold first, then forked"
 
