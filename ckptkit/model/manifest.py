@@ -296,7 +296,7 @@ def custom_digest(metadata: Any) -> str | None:
     return digest_of(_dumps(plain).encode())
 
 
-_PIECE_BYTES = 384 << 10  # what was copied is still in a core's cache when it is digested
+COPY_PIECE_BYTES = 384 << 10  # what was copied is still in a core's cache when it is digested
 
 
 def copy_digested(source: np.ndarray, target: np.ndarray, *, of_target: bool = False) -> str:
@@ -306,12 +306,12 @@ def copy_digested(source: np.ndarray, target: np.ndarray, *, of_target: bool = F
     the copy. Each byte is read from memory once: 0.75 of the speed of the copy alone.
     """
     proven = target if of_target else source
-    if source.nbytes <= _PIECE_BYTES:
+    if source.nbytes <= COPY_PIECE_BYTES:
         target[:] = source
         return digest_of(proven)
     state = xxhash.xxh3_128()
-    for at in range(0, source.nbytes, _PIECE_BYTES):
-        stop = at + _PIECE_BYTES
+    for at in range(0, source.nbytes, COPY_PIECE_BYTES):
+        stop = at + COPY_PIECE_BYTES
         target[at:stop] = source[at:stop]
         piece: Any = proven[at:stop]
         state.update(piece)

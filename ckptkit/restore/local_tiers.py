@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import final
 
 import numpy as np
 
@@ -106,7 +106,7 @@ class LocalTiers:
                     reason = f"slot {directory / manifest.slot} has {slot.size_bytes} bytes, and boxes beyond its end"
                     self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=reason)
                 sources.append(Source(tier=tier, manifests=(inside,)))
-                readers.append(_slot_reader(slot, directory, manifest, proves))
+                readers.append(_SlotBoxes(slot, directory, manifest, proves))
         if len({source.manifests[0].writer for source in sources}) > 1:  # a box may lie in parts of several shares
             joined = together(list(zip(sources, readers, strict=True)), sources[-1].tier, proves)
             sources.append(joined[0])
@@ -150,18 +150,28 @@ def together(
     return Source(tier=tier, manifests=manifests, remote=remote), read
 
 
-def _slot_reader(slot: SlotReader, directory: Path, manifest: Manifest, proves: VerifySelection) -> BoxReader:
-    superseded = f"{directory}: save {manifest.save_id} was superseded while it was read"
+@final
+class _SlotBoxes:
+    """Reads the boxes of one slot; one that was superseded meanwhile is not called damaged."""
 
-    def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:
+    def __init__(self, slot: SlotReader, directory: Path, manifest: Manifest, proves: VerifySelection):
+        self._slot = slot
+        self._directory = directory
+        self._proves_all = proves.proves_all
+        self._superseded = f"{directory}: save {manifest.save_id} was superseded while it was read"
+
+    def __call__(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        """Raises `CorruptCheckpointError`."""
         del item
         try:
-            slot.read(leaf, record, wanted, into)
+            self._slot.read(leaf, record, wanted, into)
         except CorruptCheckpointError as error:
-            if slot.gone():  # reused for a newer save in the meantime: not damage
-                raise CorruptCheckpointError(superseded, path=str(directory)) from error
+            if self._slot.gone():  # reused for a newer save in the meantime: not damage
+                raise CorruptCheckpointError(self._superseded, path=str(self._directory)) from error
             raise
-        if not proves.proves_all and slot.gone():  # no digest would have shown it
-            raise CorruptCheckpointError(superseded, path=str(directory))
+        if not self._proves_all and self._slot.gone():  # no digest would have shown it
+            raise CorruptCheckpointError(self._superseded, path=str(self._directory))
 
-    return read
+    def read_run(self, boxes: Sequence[tuple[LeafRecord, BoxRecord]]) -> list[np.ndarray | None]:
+        """As `SlotReader.read_run`, where every box is to be proven."""
+        return self._slot.read_run(boxes) if self._proves_all else [None] * len(boxes)

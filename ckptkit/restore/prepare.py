@@ -115,7 +115,7 @@ class Preparer:
         return [
             target
             for item, answer in answers.items()
-            for target in targets_of(item, answer.abstract, answer.leaves, step=save_id.step, where=where)
+            for target in targets_of(item, answer.wanted, answer.leaves, step=save_id.step, where=where)
         ]
 
     def _inline(self, manifests: Sequence[Manifest], names: Sequence[str]) -> dict[str, Any]:

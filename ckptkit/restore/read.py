@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import ge
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import numpy as np
 
@@ -39,6 +39,15 @@ class BoxReader(Protocol):
 
     def __call__(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Raises `CorruptCheckpointError` where the bytes do not match their digest."""
+        ...
+
+
+@runtime_checkable
+class RunReader(Protocol):
+    """A `BoxReader` that also reads many whole boxes at once."""
+
+    def read_run(self, boxes: Sequence[tuple[LeafRecord, BoxRecord]]) -> list[np.ndarray | None]:
+        """Each box, of one cell, proven, in memory of the caller's; None for one that it does not give this way."""
         ...
 
 
@@ -220,7 +229,8 @@ class _Reading:
             yield _Unit(part.size * read.dtype.itemsize, partial(self._read_part, read, part, shared))
 
     def _read_together(self, leaves: Sequence[_Leaf]) -> None:
-        small = [read for leaf in leaves for read in leaf.reads if read.nbytes < _OWN_BYTES]
+        runs = self._in_runs([read for leaf in leaves for read in leaf.reads if read.nbytes < _OWN_BYTES])
+        small = [read for leaf in leaves for read in leaf.reads if read.nbytes < _OWN_BYTES and id(read) not in runs]
         memory = empty_block((sum([_aligned(read.nbytes) for read in small]),), np.dtype(np.uint8))
         at = 0
         read_bytes: dict[str, int] = {}
@@ -229,6 +239,11 @@ class _Reading:
             blocks = {}
             for box_read in leaf.reads:
                 wanted = box_read.wanted
+                if (block := runs.get(id(box_read))) is not None:
+                    blocks[wanted] = block
+                    tier = self._tiers[box_read.sources[0][0]]
+                    read_bytes[tier] = read_bytes.get(tier, 0) + box_read.nbytes
+                    continue
                 if box_read.nbytes < _OWN_BYTES:
                     block = np.ndarray(wanted.shape, box_read.dtype, memory, at)
                     at += _aligned(box_read.nbytes)
@@ -242,6 +257,24 @@ class _Reading:
             self._proven(key, blocks)
         with self._counting:
             self._count(read_bytes)
+
+    def _in_runs(self, reads: Sequence[BoxRead]) -> dict[int, np.ndarray]:
+        """The boxes, by the `id` of their read, that their first source gives together and proven.
+
+        A box that it does not give is read alone, which tells why.
+        """
+        by_source: dict[int, list[BoxRead]] = {}
+        for read in reads:
+            source, records = read.sources[0]
+            if len(records) == 1 and records[0][1].box == read.wanted and len(records[0][1].digests) == 1:
+                by_source.setdefault(source, []).append(read)
+        found: dict[int, np.ndarray] = {}
+        for source, several in by_source.items():
+            reader = self._readers[source]
+            if isinstance(reader, RunReader) and len(several) > 1:
+                blocks = reader.read_run([read.sources[0][1][0] for read in several])
+                found |= {id(read): block for read, block in zip(several, blocks, strict=True) if block is not None}
+        return found
 
     def _block(self, box_read: BoxRead) -> np.ndarray:
         make_block = _fresh if box_read.nbytes < _OWN_BYTES else self._make_block

@@ -19,7 +19,7 @@ from ckptkit.errors import ItemNotFoundError, TreeMismatchError
 from ckptkit.model.manifest import LeafRecord, Manifest
 from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.tree import abstract_keys, abstract_of, key_shape, merged_leaves, sharding_of_keys
-from ckptkit.snapshot.describe import kind_of_number, leaf_path
+from ckptkit.snapshot.describe import LeafPath, kind_of_number, leaf_path, leaves_by_path
 from ckptkit.snapshot.empty_nodes import Empty, empties_of
 from ckptkit.snapshot.small_items import STRUCTURE, gives_back
 
@@ -135,13 +135,13 @@ def _nodes_without_leaves(manifests: Sequence[Manifest], item: str) -> list[Empt
 class TreeAnswer:
     """How a tree is given back: what to place, and what is then made of each placed leaf."""
 
-    abstract: Any  # the leaves to read, with the shapes and dtypes that are stored
-    leaves: Sequence[LeafRecord]  # of the stored ones, those that have to be in `abstract`
-    finishes: Sequence[Finish | None]  # one for each leaf of `abstract`
-    tree: Any  # what is returned: a tree whose leaves are indices into `abstract`'s, or `...`
+    wanted: Sequence[tuple[LeafPath, Any]]  # the leaves to read, with the shapes and dtypes that are stored
+    leaves: Sequence[LeafRecord]  # of the stored ones, those that have to be in `wanted`
+    finishes: Sequence[Finish | None]  # one for each of `wanted`
+    tree: Any  # what is returned: a tree whose leaves are indices into `wanted`, or `...`
 
     def finished(self, placed: Sequence[Any]) -> Any:
-        """The tree, from the placed leaves of `abstract`."""
+        """The tree, from the placed leaves of `wanted`."""
         made = [finish(leaf) if finish else leaf for finish, leaf in zip(self.finishes, placed, strict=True)]
         return with_plain_text(self.tree, lambda at: made[at] if isinstance(at, int) else at)
 
@@ -153,7 +153,7 @@ def tree_answer(arg: Any, manifests: Sequence[Manifest], item: str, *, step: int
     if texts and getattr(arg, "item", None) is not None:
         arg = _with_texts(arg, texts, item, step=step, where=where)
     if isinstance(arg, PartialTree):
-        picked = {leaf_path(path)[0] for path, _ in jax.tree_util.tree_flatten_with_path(arg.tree)[0]}
+        picked = {path for path, _ in leaves_by_path(arg.tree)}
         return _plainly(arg.tree, [leaf for leaf in stored if leaf.path in picked])
     if isinstance(arg, ocp.args.PyTreeRestore) and not (arg.item is None and arg.restore_args is None):
         whole = stored_tree(manifests, item, stored)
@@ -163,9 +163,8 @@ def tree_answer(arg: Any, manifests: Sequence[Manifest], item: str, *, step: int
         return _plainly(stored_tree(manifests, item, stored), stored)
     if isinstance(arg, TreeRestore):
         whole = stored_tree(manifests, item, stored)
-        return _as_abstract(wanted, stored, whole, partial=arg.partial)
-    _refuse_placeholders(wanted, item, step=step, where=where)
-    return _as_templates(wanted, stored)
+        return _as_abstract(wanted, stored, whole, item, step=step, where=where, partial=arg.partial)
+    return _as_templates(wanted, stored, item, step=step, where=where)
 
 
 def plain_answer(stored: Sequence[LeafRecord]) -> TreeAnswer:
@@ -232,42 +231,46 @@ def _other_shape(wish: Any, record: LeafRecord) -> tuple[int, ...] | None:
 
 
 def _plainly(abstract: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
-    leaves, treedef = jax.tree_util.tree_flatten(abstract)
-    numbered = jax.tree_util.tree_unflatten(treedef, range(len(leaves)))
-    return TreeAnswer(abstract=abstract, leaves=stored, finishes=[None] * len(leaves), tree=numbered)
+    wanted = leaves_by_path(abstract)
+    tree = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), range(len(wanted)))
+    return TreeAnswer(wanted=wanted, leaves=stored, finishes=[None] * len(wanted), tree=tree)
 
 
-def _as_templates(template: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
-    """As Orbax's StandardRestore: each leaf becomes what the template's is; a None there is left out."""
-    by_path = {record.path: record for record in stored}
-    flat, _ = jax.tree_util.tree_flatten_with_path(template, is_leaf=lambda leaf: leaf is None)
-    left_out = {leaf_path(path)[0] for path, leaf in flat if leaf is None}
-    plain = _plainly(template, [record for record in stored if record.path not in left_out])
-    targets, finishes = [], []
-    for path, leaf in flat:
-        if leaf is not None:
-            record = by_path.get(leaf_path(path)[0])
-            target, finish = (leaf, None) if record is None else _as_template(leaf, record)
-            targets.append(target)
-            finishes.append(finish)
-    abstract = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(template), targets)
-    return replace(plain, abstract=abstract, finishes=finishes)
+def _as_templates(template: Any, stored: Sequence[LeafRecord], item: str, *, step: int, where: str) -> TreeAnswer:
+    """As Orbax's StandardRestore: each leaf becomes what the template's is; a None there is left out.
 
-
-def _refuse_placeholders(template: Any, item: str, *, step: int, where: str) -> None:
-    """Raises `TreeMismatchError` for `...` in a StandardRestore, which Orbax refuses, too. At once: no other source of
-    the step could give it."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(template)
-    names = [".".join(leaf_path(path)[0]) for path, leaf in flat if leaf is ...]
-    if names:
+    Raises `TreeMismatchError` for `...`, which Orbax refuses there, too: no other source of the step could give it.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(template, is_leaf=lambda leaf: leaf is None)
+    placeholders = [".".join(leaf_path(keypath)[0]) for keypath, leaf in flat if leaf is ...]
+    if placeholders:
         why = "is `...` in abstract_state: leave it out with PyTreeRestore, or None"
-        raise TreeMismatchError([f"{item}:{name} {why}" for name in names], step=step, where=where)
+        raise TreeMismatchError([f"{item}:{name} {why}" for name in placeholders], step=step, where=where)
+    by_path = {record.path: record for record in stored}
+    wanted: list[tuple[LeafPath, Any]] = []
+    finishes: list[Finish | None] = []
+    numbered: list[int | None] = []
+    for keypath, leaf in flat:
+        path = leaf_path(keypath)[0]
+        if leaf is None:
+            by_path.pop(path, None)
+            numbered.append(None)
+            continue
+        record = by_path.get(path)
+        target, finish = (leaf, None) if record is None else _as_template(leaf, record)
+        numbered.append(len(wanted))
+        wanted.append((path, target))
+        finishes.append(finish)
+    tree = jax.tree_util.tree_unflatten(treedef, numbered)
+    return TreeAnswer(wanted=wanted, leaves=list(by_path.values()), finishes=finishes, tree=tree)
 
 
-def _as_abstract(wanted: Any, stored: Sequence[LeafRecord], whole: Any, *, partial: bool) -> TreeAnswer:
+def _as_abstract(
+    wanted: Any, stored: Sequence[LeafRecord], whole: Any, item: str, *, step: int, where: str, partial: bool
+) -> TreeAnswer:
     """As in Orbax's newer API: a type sets the type of a leaf, `...` leaves the leaf in storage; with `partial`, leaves
     that are not in the tree stay there too."""
-    as_saved = {leaf_path(path)[0]: leaf for path, leaf in jax.tree_util.tree_flatten_with_path(whole)[0]}
+    as_saved = dict(leaves_by_path(whole))
     of_types: dict[tuple[str, ...], Finish | None] = {}
 
     def template(keypath: Any, leaf: Any) -> Any:
@@ -278,9 +281,9 @@ def _as_abstract(wanted: Any, stored: Sequence[LeafRecord], whole: Any, *, parti
         return target
 
     templates = jax.tree_util.tree_map_with_path(template, wanted)
-    flat, _ = jax.tree_util.tree_flatten_with_path(templates)
-    paths = [leaf_path(keypath)[0] for keypath, _ in flat]
-    answer = _as_templates(templates, [record for record in stored if not partial or record.path in set(paths)])
+    paths = [path for path, _ in leaves_by_path(templates)]
+    chosen = [record for record in stored if not partial or record.path in set(paths)]
+    answer = _as_templates(templates, chosen, item, step=step, where=where)
     finishes = [of_types.get(path, finish) for path, finish in zip(paths, answer.finishes, strict=True)]
     numbers = iter(range(len(paths)))
     tree = jax.tree.map(lambda leaf: ... if leaf is ... else next(numbers), wanted)
@@ -357,17 +360,17 @@ def _pytree_answer(
     arg: Any, stored: Sequence[LeafRecord], whole: Any, item: str, *, step: int, where: str
 ) -> TreeAnswer:
     """As Orbax's PyTreeRestore: `item` gives the structure alone, `restore_args` sets the form of each leaf."""
-    as_saved = {leaf_path(path)[0]: leaf for path, leaf in jax.tree_util.tree_flatten_with_path(whole)[0]}
+    as_saved = dict(leaves_by_path(whole))
     shape = arg.item if arg.item is not None else whole
     flat, treedef = jax.tree_util.tree_flatten_with_path(shape)
     wishes: list[Any] = [None] * len(flat)
     if arg.restore_args is not None:
         by_path = arg.partial_restore or _has_text(shape)
         wishes = _wishes_by_path(arg, flat) if by_path else treedef.flatten_up_to(arg.restore_args)
-    abstract: list[Any] = []
+    wanted: list[tuple[LeafPath, Any]] = []
     finishes: list[Finish | None] = []
     numbered: list[Any] = []
-    differences, asked, left_out = [], set(), []
+    differences, left_out = [], []
     by_path = {record.path: record for record in stored}
     for (keypath, leaf), wish in zip(flat, wishes, strict=True):
         path = leaf_path(keypath)[0]
@@ -377,34 +380,21 @@ def _pytree_answer(
         elif path not in as_saved:
             differences.append(f"{item}:{'.'.join(path)} is in the restore item, but not on disk")
         else:
-            asked.add(path)
-            numbered.append(len(abstract))
+            numbered.append(len(wanted))
             if (shape := _other_shape(wish, by_path[path])) is not None:
                 name = f"{item}:{'.'.join(path)}"
                 differences.append(f"{name} is {by_path[path].describe()} on disk, of shape {shape} in restore_args")
             target, finish = _wished(as_saved[path], wish)
-            abstract.append(target)
+            wanted.append((path, target))
             finishes.append(finish)
+    asked = {path for path, _ in wanted}
     if not arg.partial_restore:
         missing = [path for path in as_saved if path not in asked and path not in left_out]
         differences += [f"{item}:{'.'.join(path)} is on disk, but not in the restore item" for path in missing]
     if differences:
         raise TreeMismatchError(differences, step=step, where=where)
-    names = [leaf_path(keypath)[0] for keypath, leaf in flat if leaf is not ...]
-    nested: dict[str, Any] = {}
-    for path, target in zip(names, abstract, strict=True):
-        _put(nested, path, target)
-    flat_order = [leaf_path(keypath)[0] for keypath, _ in jax.tree_util.tree_flatten_with_path(nested)[0]]
-    at = {path: index for index, path in enumerate(flat_order)}
-    order = [at[path] for path in names]  # dicts are flattened in the order of their keys
-    by_index = dict(zip(order, finishes, strict=True))
-    tree = jax.tree_util.tree_unflatten(treedef, [each if each is ... else order[each] for each in numbered])
-    return TreeAnswer(
-        abstract=nested if names != [()] else abstract[0],
-        leaves=[by_path[path] for path in names],
-        finishes=[by_index[index] for index in range(len(order))],
-        tree=tree,
-    )
+    tree = jax.tree_util.tree_unflatten(treedef, numbered)
+    return TreeAnswer(wanted=wanted, leaves=[by_path[path] for path, _ in wanted], finishes=finishes, tree=tree)
 
 
 def _wishes_by_path(arg: Any, flat: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -414,13 +404,6 @@ def _wishes_by_path(arg: Any, flat: Sequence[tuple[Any, Any]]) -> list[Any]:
     )
     by_path = {leaf_path(keypath)[0]: wish for keypath, wish in given}
     return [by_path.get(leaf_path(keypath)[0]) for keypath, _ in flat]
-
-
-def _put(nested: dict[str, Any], path: Sequence[str], target: Any) -> None:
-    for name in path[:-1]:
-        nested = nested.setdefault(name, {})
-    if path:
-        nested[path[-1]] = target
 
 
 def _wished(saved: Any, wish: Any) -> tuple[Any, Finish | None]:

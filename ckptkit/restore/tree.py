@@ -18,7 +18,7 @@ from ckptkit.errors import TreeMismatchError
 from ckptkit.model.boxes import Box, boxes_held
 from ckptkit.model.manifest import LeafKind, LeafRecord, Manifest, describe
 from ckptkit.restore.plan import Key
-from ckptkit.snapshot.describe import kind_of_number, leaf_path
+from ckptkit.snapshot.describe import LeafPath, kind_of_number
 from ckptkit.snapshot.empty_nodes import Empty
 
 
@@ -31,15 +31,8 @@ class Target:
     shape: tuple[int, ...]  # of the stored array: for typed keys, of the key data
     dtype: str
     sharding: jax.sharding.Sharding | None
-    process: int  # whose boxes they are
+    boxes: tuple[Box, ...]  # the distinct ones that this process needs
     key_impl: str | None = None
-
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        """The distinct boxes that this process needs."""
-        if self.sharding is None:
-            return (Box.whole(self.shape),)
-        return boxes_held(self.sharding, self.shape, self.process)
 
     @property
     def size(self) -> int:
@@ -47,29 +40,32 @@ class Target:
         return math.prod(self.shape)
 
 
-def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: int, where: str) -> list[Target]:
-    """The leaves of `abstract`, each checked against what is stored; all differences are raised at once.
+def boxes_needed(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], process: int) -> tuple[Box, ...]:
+    """The distinct boxes of an array that a process needs; all of it where it stays in host memory."""
+    return (Box.whole(shape),) if sharding is None else boxes_held(sharding, shape, process)
+
+
+def targets_of(
+    item: str, wanted: Iterable[tuple[LeafPath, Any]], stored: Sequence[LeafRecord], *, step: int, where: str
+) -> list[Target]:
+    """The `wanted` leaves, each checked against what is stored; all differences are raised at once.
 
     Raises `TreeMismatchError`: shapes, dtypes, leaves missing on either side. Nothing is cast, padded or cut.
     """
-    flat, _ = jax.tree_util.tree_flatten_with_path(abstract)
     on_disk = {leaf.path: leaf for leaf in stored}
     differences, targets, asked = [], [], set()
     process = jax.process_index()
-    for keypath, leaf in flat:
-        path, _ = leaf_path(keypath)
+    for path, leaf in wanted:
         asked.add(path)
-        name = ".".join(path)
-        if path not in on_disk:
-            differences.append(f"{item}:{name} is {_describe_abstract(leaf)} in abstract_state, but not on disk")
-            continue
-        record = on_disk[path]
-        if not _same(leaf, record):
-            differences.append(
-                f"{item}:{name} is {record.describe()} on disk, {_describe_abstract(leaf)} in abstract_state"
-            )
-            continue
-        targets.append(_target(item, leaf, record, process))
+        record = on_disk.get(path)
+        if record is None:
+            name = f"{item}:{'.'.join(path)}"
+            differences.append(f"{name} is {_describe_abstract(leaf)} in abstract_state, but not on disk")
+        elif not _same(leaf, record):
+            name, described = f"{item}:{record.name}", _describe_abstract(leaf)
+            differences.append(f"{name} is {record.describe()} on disk, {described} in abstract_state")
+        else:
+            targets.append(_target(item, leaf, record, process))
     differences += [
         f"{item}:{leaf.name} is {leaf.describe()} on disk, but not in abstract_state"
         for path, leaf in on_disk.items()
@@ -152,7 +148,7 @@ def _target(item: str, leaf: Any, record: LeafRecord, process: int) -> Target:
         shape=record.shape,
         dtype=record.dtype,
         sharding=sharding,
-        process=process,
+        boxes=boxes_needed(sharding, record.shape, process),
         key_impl=impl,
     )
 

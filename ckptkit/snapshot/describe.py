@@ -247,7 +247,10 @@ _MAPPING = ("d", "key")  # DictKey and FlattenedIndexKey both have `key`
 _KEYS = {jax.tree_util.SequenceKey: ("s", "idx"), jax.tree_util.GetAttrKey: ("a", "name")}
 
 
-def leaf_path(keypath: Sequence[Any]) -> tuple[tuple[str, ...], str]:
+LeafPath = tuple[str, ...]
+
+
+def leaf_path(keypath: Sequence[Any]) -> tuple[LeafPath, str]:
     """A key path as names and as one letter per level (d: mapping, s: sequence, a: attribute)."""
     names, letters = [], []
     for key in keypath:
@@ -255,6 +258,11 @@ def leaf_path(keypath: Sequence[Any]) -> tuple[tuple[str, ...], str]:
         names.append(str(getattr(key, attribute)))
         letters.append(letter)
     return tuple(names), "".join(letters)
+
+
+def leaves_by_path(tree: Any) -> list[tuple[LeafPath, Any]]:
+    """The leaves of a tree with their paths as names, in JAX's order."""
+    return [(leaf_path(keypath)[0], leaf) for keypath, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def _unwrap(name: str, value: Any) -> tuple[LeafKind, Any, dict[str, str]]:

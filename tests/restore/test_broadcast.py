@@ -16,14 +16,14 @@ from ckptkit.errors import PeerUnreachableError
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import Job, LocalCoordinator
 from ckptkit.model.boxes import Box, missing_elements
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import LeafKind, SaveId
 from ckptkit.restore.assembly import Assembly
 from ckptkit.restore.broadcast import stream as broadcast_stream
 from ckptkit.restore.broadcast.coordinator import Broadcaster
 from ckptkit.restore.broadcast.cost_model import LEAST_BYTES, STARTUP_S, BroadcastRates, Remaining, choose, rate_of
 from ckptkit.restore.broadcast.schedule import Common, Groups, Piece, Stream, by_groups, groups_of, pieces_of, share_out
 from ckptkit.restore.plan import BoxRead, RestorePlan
-from ckptkit.restore.tree import Target
+from ckptkit.restore.tree import Target, boxes_needed
 
 PAIRS: Groups = ((0, 2), (1, 3))
 ALL: Groups = ((0, 1, 2, 3),)
@@ -119,9 +119,14 @@ def test_windows_cover_every_byte_once(sizes: list[int], width: int) -> None:
 
 def test_pieces_are_accepted_once_in_any_order() -> None:
     """A piece that two have read would be counted for one that nobody has."""
-    host = Target(key=("s", ("w",)), kind="numpy", shape=(6,), dtype="int32", sharding=None, process=0)
-    none = Target(key=("s", ("none",)), kind="numpy", shape=(0, 3), dtype="int8", sharding=None, process=0)
-    number = Target(key=("s", ("n",)), kind="int", shape=(), dtype="int64", sharding=None, process=0)
+
+    def on_host(name: str, kind: LeafKind, shape: tuple[int, ...], dtype: str) -> Target:
+        boxes = boxes_needed(None, shape, 0)
+        return Target(key=("s", (name,)), kind=kind, shape=shape, dtype=dtype, sharding=None, boxes=boxes)
+
+    host = on_host("w", "numpy", (6,), "int32")
+    none = on_host("none", "numpy", (0, 3), "int8")
+    number = on_host("n", "int", (), "int64")
     targets = {target.key: target for target in (host, none, number)}
     assembly = Assembly(targets, {host.key: (4,), none.key: (1, 3), number.key: ()})
     assert assembly.leaves[none.key].shape == (0, 3)

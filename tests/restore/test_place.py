@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ckptkit
 from ckptkit.restore import place
-from ckptkit.restore.tree import Target
+from ckptkit.restore.tree import Target, boxes_needed
 from ckptkit.snapshot import describe
 from tests.states import abstract, assert_same, make_state, mesh
 
@@ -37,14 +37,14 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
 
 
 def target(number: int, *spec: Any) -> Target:
+    sharding = NamedSharding(mesh(), PartitionSpec(*spec))
     return Target(
         key=("default", (str(number),)),
         kind="jax",
         shape=(8, 8),
         dtype="float32",
-        sharding=NamedSharding(mesh(), PartitionSpec(*spec)),
-        process=0,
-        key_impl=None,
+        sharding=sharding,
+        boxes=boxes_needed(sharding, (8, 8), 0),
     )
 
 

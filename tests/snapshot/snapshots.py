@@ -108,7 +108,7 @@ def restore(arena: Arena, manifest: Manifest, abstract: Any) -> Any:
     """The manager's work to restore it: compare, plan, read and verify, place."""
     assert arena.directory is not None
     stored = manifest.arrays["state"]
-    targets = targets_of("state", abstract, stored, step=manifest.save_id.step, where="here")
+    targets = targets_of("state", describe.leaves_by_path(abstract), stored, step=manifest.save_id.step, where="here")
     source = Source(tier="ram", manifests=(manifest,))
     plan = plan_restore(manifest.save_id, {target.key: target.boxes for target in targets}, [source])
     slot = SlotReader(arena.directory, manifest)

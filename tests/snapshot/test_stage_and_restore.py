@@ -20,7 +20,7 @@ from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
 from ckptkit.model import manifest as manifest_module
 from ckptkit.model.manifest import LeafRecord, SaveId, digest_of
-from ckptkit.restore.tree import Target, abstract_of, targets_of
+from ckptkit.restore.tree import abstract_of, boxes_needed, targets_of
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.reader import read_manifests
 from ckptkit.snapshot import copying, describe, shards
@@ -221,7 +221,7 @@ def test_boxes_are_page_aligned_and_disjoint() -> None:
 
 def test_large_states_are_copied_completely_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a cell would be copied by nobody, or a piece of it would be left out of its digest."""
-    monkeypatch.setattr(manifest_module, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(manifest_module, "COPY_PIECE_BYTES", 1000)
     monkeypatch.setattr(sharing, "_SHARED_BYTES", 1)
     monkeypatch.setattr(copying, "SMALL_BYTES", 1001)
     monkeypatch.setattr(sharing, "COPY_THREADS", 4)
@@ -268,7 +268,7 @@ def test_every_difference_is_reported_at_once() -> None:
         "new": {"x": 1},
     }
     with pytest.raises(TreeMismatchError) as caught:
-        targets_of("state", asked, stored, step=7, where="gs://b/run")
+        targets_of("state", describe.leaves_by_path(asked), stored, step=7, where="gs://b/run")
     lines = str(caught.value).splitlines()
     assert lines[0] == "step 7 in gs://b/run is not the tree that was asked for (5 differences):"
     assert lines[1:6] == [
@@ -354,7 +354,7 @@ def test_manifest_on_disk_restores_like_the_one_in_memory(arena: Arena) -> None:
 
 def test_a_target_needs_exactly_the_boxes_of_its_devices() -> None:
     """If it failed, a process would read the whole of every leaf, or miss a shard."""
-    target = Target(key=("s", ("w",)), kind="jax", shape=(8, 4), dtype="float32", sharding=named("x", "y"), process=0)
-    assert [box.start for box in target.boxes] == [(0, 0), (0, 2), (4, 0), (4, 2)]
-    host = replace(target, sharding=None)
-    assert [(box.start, box.stop) for box in host.boxes] == [((0, 0), (8, 4))]
+    boxes = boxes_needed(named("x", "y"), (8, 4), 0)
+    assert [box.start for box in boxes] == [(0, 0), (0, 2), (4, 0), (4, 2)]
+    host = boxes_needed(None, (8, 4), 0)
+    assert [(box.start, box.stop) for box in host] == [((0, 0), (8, 4))]

@@ -1,6 +1,6 @@
 """InstaDeep's mlip: its training loop of a small MACE force field. Its `ocp.CheckpointManager` is ckptkit's.
 
-    python mlip_train.py ROOT [--kill-after EPOCH] [--stock]
+Run: `python mlip_train.py ROOT [--kill-after EPOCH] [--stock]`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Google's Tunix: `PeftTrainer` trains a small model. Its `ocp.CheckpointManager` is ckptkit's.
 
-    python tunix_peft.py ROOT [--kill-after STEP] [--stock]
+Run: `python tunix_peft.py ROOT [--kill-after STEP] [--stock]`
 """
 
 from __future__ import annotations
