@@ -68,6 +68,7 @@ class LocalRead:
         if shared is not None and shared.failure is not None:
             raise shared.failure
         by_key = {target.key: target for target in prepared.targets}
+        kept = prepared.kept
         placer = Placer()
         leaves = placer.leaves
         assembly = shared.assembly if shared is not None else None
@@ -75,7 +76,7 @@ class LocalRead:
         def proven(key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
             if assembly is not None and key in assembly:
                 assembly.deliver(key, blocks)
-            elif key[0] in prepared.kept:  # what Orbax gives back is only proven
+            elif key[0] in kept:  # what Orbax gives back is only proven
                 placer.add(by_key[key], blocks)
 
         def make_block(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
@@ -85,10 +86,10 @@ class LocalRead:
             return landed.pop(key)  # once: who reads it again after a bad source has memory of its own
 
         for target in prepared.targets:
-            if not target.boxes and target.key[0] in prepared.kept:  # no device of this process holds any of it
+            if not target.boxes and target.key[0] in kept:  # no device of this process holds any of it
                 placer.add(target, {})
         plan = prepared.plan if shared is None else _rest(prepared, shared)
-        whole = dict.fromkeys(read.key for read in plan.reads if read.key[0] in prepared.kept)
+        whole = dict.fromkeys(read.key for read in plan.reads if read.key[0] in kept)
         landed = device_buffers_of(by_key[key] for key in whole if assembly is None or key not in assembly)
         durable = len(plan.tiers) - 1
         if (expect := prepared.holdings.expect) is not None:
