@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,28 @@ KEPT = 2  # durable steps
 FLUSH_EVERY = 2
 ROLLED_BACK_TO = 6
 
-# A frozen leaf of 3 kB is in data files of its own, which durable steps take over from each other.
-unchanged.LEAF_BYTES_MIN = unchanged.GROUP_BYTES_MIN = 1
-
 
 def main() -> None:
     """Runs every scene once."""
     home, method = Path(sys.argv[1]).resolve(), sys.argv[2]
     notes = Notes(home)
     _say_what_is_mapped(notes, method)
-    job = Job(home, notes.say)
-    job.observe(lambda event: _say_what_was_staged(event, home, notes))
-    job.save()
-    job.repair()
+    with small_leaves_shared():
+        job = Job(home, notes.say)
+        job.observe(lambda event: _say_what_was_staged(event, home, notes))
+        job.save()
+        job.repair()
+
+
+@contextmanager
+def small_leaves_shared() -> Iterator[None]:
+    """A frozen leaf of 3 kB is in data files of its own, which durable steps take over from each other."""
+    usual = unchanged.LEAF_BYTES_MIN, unchanged.GROUP_BYTES_MIN
+    unchanged.LEAF_BYTES_MIN = unchanged.GROUP_BYTES_MIN = 1
+    try:
+        yield
+    finally:
+        unchanged.LEAF_BYTES_MIN, unchanged.GROUP_BYTES_MIN = usual
 
 
 def make_state(step: int, branch: int) -> dict[str, Any]:

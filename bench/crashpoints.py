@@ -58,8 +58,10 @@ def main(full: bool, seed: int, json_path: Path | None) -> None:
         if json_path is not None:
             command += ["--json", str(json_path.absolute())]
         raise SystemExit(subprocess.run(command, env=environ, cwd=Path(__file__).parent.parent).returncode)
+    from bench.crash_job import small_leaves_shared
+
     logging.disable(logging.CRITICAL)  # what a restart finds is an error to those who log
-    with tempfile.TemporaryDirectory(prefix="ckptkit-crashpoints-") as home:
+    with tempfile.TemporaryDirectory(prefix="ckptkit-crashpoints-") as home, small_leaves_shared():
         result = {"benchmark": "crashpoints", "seed": seed, "full": full, **campaign(Path(home), full, seed)}
     show(result, Console())
     if json_path is not None:

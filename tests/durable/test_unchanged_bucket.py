@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
@@ -53,3 +54,17 @@ def test_bucket_step_is_written_where_an_object_of_the_last_step_is_missing(
     assert taken == [True, False]
     left = {key.rpartition("/")[2] for key in store.list_all("3/default/d")}
     assert not left & {key.rpartition("/")[2] for key in files}
+
+
+def test_unchanged_leaves_that_need_no_data_file_are_saved(server: BucketServer) -> None:
+    """The moments of frozen weights are zeros, which compress to less than a file is made for: no save would commit."""
+    state = {f"nu{number}": jnp.zeros((1 << 16,)) for number in range(8)} | {"w": jnp.arange(8.0)}
+    profile = ckptkit.DurableProfile(compression="zstd")
+    with ckptkit.CheckpointManager("gs://runs/run", durable=profile) as manager:
+        for step in range(4):
+            _save(manager, step, state)
+    store = open_store("gs://runs/run")
+    store.delete_many([key for step in range(3) for key in store.list_all(str(step))])
+    with ocp.CheckpointManager("gs://runs/run") as stock:
+        args = ocp.args.StandardRestore(abstract(state))  # pyright: ignore[reportCallIssue]
+        assert_same(stock.restore(3, args=args), state)

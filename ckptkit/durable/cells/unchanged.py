@@ -48,7 +48,8 @@ class PieceTree:
 class FileGroup:
     """Data files with the cells of leaves that did not change.
 
-    `leaves`: bytes by name. `files`: the bytes that are used of each, by path below the directory of the database.
+    `leaves`: bytes by name. `files`: the bytes that are used of each, by path below the directory of the database; none
+    where all cells are so small, compressed, that the trees hold them.
     `live`: the leaves that still have these bytes. `steps`: how many steps hold the files.
     """
 
@@ -198,10 +199,12 @@ def can_share(url: str) -> bool:
 
 def take_over(root: str, group: FileGroup, source: str, target: str, profile: DurableProfile) -> bool:
     """Makes a group's files be in `target` too, directories of databases below `root`; False, and nothing is left, if
-    `source` does not have them any more, or they cannot be linked.
+    `source` does not have them any more, or they cannot be linked. True for a group without files.
 
     Cost: a link for each file, or a request that copies within the bucket. Raises `StoreError` if a bucket fails.
     """
+    if not group.files:
+        return True
     if properties_of(target).file_system:
         return _link(group.files, source, target)
     return _copy(root, group.files, source.removeprefix(f"{root}/"), target.removeprefix(f"{root}/"), profile)
