@@ -11,9 +11,9 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 # gcsfs asks Google for a bucket's kind over gRPC at first use; an emulator does not have it.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,6 +24,19 @@ if TYPE_CHECKING:
     from ckptkit.slots.arena import Arena
     from ckptkit.testing.bucket import BucketServer
     from ckptkit.testing.mount import MountedBucket
+
+
+# Set by `.ci/run` where `make setup-system` and `make setup-cluster` succeeded.
+TOOLS_ARE_THERE = "CKPTKIT_TOOLS_ARE_THERE"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """A test that skips for want of a tool fails where the tools were installed: nobody reads that it was skipped."""
+    report = yield
+    if report.skipped and "make setup-" in str(report.longrepr) and os.environ.get(TOOLS_ARE_THERE):
+        report.outcome, report.longrepr = "failed", f"{TOOLS_ARE_THERE} is set, but: {report.longrepr}"
+    return report
 
 
 @pytest.fixture

@@ -9,17 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from bench.crash_oracle import promised
 from bench.crashpoints import held
-from ckptkit.testing.crash import can_trace
+from tests.strace import needs_strace
 
 ROOT = Path(__file__).parent.parent.parent
 TIERS = ("ram", "ssd", "durable", "bucket")
 
 
-@pytest.mark.skipif(not can_trace(), reason="strace is not there or may not trace: make setup-system")
+@needs_strace
 def test_short_crashpoint_campaign_passes(tmp_path: Path) -> None:
     """A crash after some storage operation could lose a committed step."""
     out = tmp_path / "out" / "result.json"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.strace import needs_strace
 
 JOB = """
 import sys
@@ -27,13 +26,7 @@ with ckptkit.CheckpointManager(f"{root}/durable", tiers=tiers, host_id=host) as 
 """
 
 
-def can_trace() -> bool:
-    """Whether strace is there and allowed to trace."""
-    command = shutil.which("strace")
-    return command is not None and subprocess.run([command, "-o", "/dev/null", "true"], check=False).returncode == 0
-
-
-@pytest.mark.skipif(not can_trace(), reason="strace is not there or may not trace: make setup-system")
+@needs_strace
 def test_no_system_call_opens_another_hosts_directory(tmp_path: Path) -> None:
     """On hosts that share a mount, one would take another's slots for its own; Python's audit sees not every open."""
     for host in ("host-a", "host-b"):

@@ -14,7 +14,6 @@ from ckptkit.testing.crash import (
     CrashState,
     Disk,
     TraceError,
-    can_trace,
     is_operation,
     notes,
     power_failures,
@@ -22,8 +21,7 @@ from ckptkit.testing.crash import (
     record,
     unsynced,
 )
-
-needs_strace = pytest.mark.skipif(not can_trace(), reason="strace is not there or may not trace: make setup-system")
+from tests.strace import needs_strace
 
 PUT = """
 import os, sys
