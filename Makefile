@@ -109,7 +109,8 @@ test-mpi: setup
 	$(BIN)/python -m pytest tests/multiprocess -k mpirun
 
 test-slurm: setup
-	$(BIN)/python -m pytest tests/multiprocess -k "srun or slurm or batch_script"
+	$(BIN)/python -m pytest -m "slow or not slow" tests/multiprocess tests/goodput/test_account_under_slurm.py \
+	  -k "srun or slurm or batch_script"
 
 # S3 against moto's server, in an environment of its own: botocore wants an older python-dateutil than kubernetes.
 test-s3:

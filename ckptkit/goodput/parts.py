@@ -47,6 +47,11 @@ _ALIASES: dict[str, Part | None] = {
 _OF_NAME: dict[str, Part | None] = {**{part.value: part for part in Part}, **_ALIASES}
 
 
+# As ml-goodput-measurement writes them itself. No name for training is among them.
+_OF_NAME |= {name.upper(): part for name, part in _OF_NAME.items() if part is not Part.PRODUCTIVE}
+PAUSES = frozenset(Part) - {Part.PRODUCTIVE, Part.OTHER}  # between two steps, and of neither
+
+
 def part_of(name: str) -> Part | None:
     """The kind of time in a span of this name: `CUSTOM` for an unknown name, None for a span that claims no time."""
     return _OF_NAME.get(name, Part.CUSTOM)

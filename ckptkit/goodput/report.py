@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ckptkit.events import Event, Kind
-from ckptkit.goodput.parts import Interval, Part, is_known, part_of, partition, sum_parts
+from ckptkit.goodput.parts import PAUSES, Interval, Part, is_known, part_of, partition, sum_parts
 from ckptkit.goodput.runs import Attempt, StepsFrom, attempts_of, clock_of, intervals, start_s, steps_from_of
 
 _NOT_TRAINING = (
@@ -29,7 +29,6 @@ _NOT_TRAINING = (
     Part.STOPPED,
     Part.CUSTOM,
 )
-_PAUSES = (Part.CHECKPOINT_SAVE, Part.DATA_LOADING, Part.CUSTOM)  # between two steps, and of neither
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +37,10 @@ class Goodput:
 
     Reports lead with the first.
 
-    `ml_goodput`: as Google's ml-goodput-measurement counts it. A kept step lasts until the next one begins, less the
-    saves and data loading in between; the first one of an attempt counts as the mean of the others, what it took
-    longer is program start-up. (Its calculator takes a restart that repeats no step for one long step; here the gap
-    never counts.)
+    `ml_goodput`: as Google's ml-goodput-measurement counts it. A kept step lasts until the next one begins, less
+    what spans of badput take in between; the first one of an attempt counts as the mean of the others, what it took
+    longer is program start-up. (Its calculator takes a restart that repeats no step for one long step; here the step
+    counts, and the gap never does.)
     `effective_training_time`: what is left without starting, restoring, recovering and repeating work (ETTR:
     A. Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025; time in
     a queue before the first event is not known here).
@@ -61,7 +60,7 @@ DEFINITIONS = (
     (
         "ml_goodput",
         "Google's ML goodput",
-        "time of kept steps, from start to start, less saves and data loading, over the total",
+        "time of kept steps, from start to start, less the spans in between (saves, data loading, ...), over the total",
     ),
     (
         "effective_training_time",
@@ -198,7 +197,7 @@ def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Good
 def _ml_productive_s(attempts: Sequence[Attempt]) -> float:
     productive_s = 0.0
     for attempt in attempts:
-        pauses = _joined(e for e in attempt.spans if part_of(e.fields["span"]) in _PAUSES)
+        pauses = _joined(e for e in attempt.spans if part_of(e.fields["span"]) in PAUSES)
         kept = [
             (start_s(this), start_s(after))
             for (step, this), (following, after) in pairwise(attempt.steps)
@@ -207,7 +206,7 @@ def _ml_productive_s(attempts: Sequence[Attempt]) -> float:
         lengths_s = _without(kept, pauses)
         usual_s = fmean(lengths_s[1:]) if len(lengths_s) > 1 else math.inf
         productive_s += math.fsum([*(min(usual_s, each) for each in lengths_s[:1]), *lengths_s[1:]])
-        if attempt is attempts[-1] and attempt.steps:
+        if attempt.steps and attempt.redone.keeps(*attempt.steps[-1]):  # no other step of the attempt began after it
             productive_s += math.fsum(_without([_ends(attempt.steps[-1][1])], pauses))
     return productive_s
 

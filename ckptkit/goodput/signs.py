@@ -51,19 +51,26 @@ def _is_restore(event: Event) -> bool:
 def strides_of(events: Iterable[Event]) -> list[Stride]:
     """The strides between calls of the manager, from the events of one process in one attempt.
 
-    A call about step n ends the steps up to n. They began after the call before, or when the manager was ready.
+    A call about step n ends the steps up to n. They began after the call before, or when the manager was ready. A call
+    about an earlier step than the last, without a restore or a new manager in between, is not about a step of the loop:
+    a second manager counts epochs, or a trainer saves its end as step 0.
     """
     found: list[Stride] = []
     from_s: float | None = None  # when the loop went on
     step: int | None = None  # the last one that was done
+    reopened = False  # a manager was made since
     for call in _calls(events):
         named, restored = call.saved, call.restored
+        if restored is None and named is not None and step is not None and named < step and not reopened:
+            continue
         if restored is None and named is not None and named != step and from_s is not None:
             ahead = named - (step or 0)
             count = ahead if 1 <= ahead <= _GAP_STEPS_MAX else 1
             found.append(Stride(from_s, call.begin_s, named, count, not found))
+        reopened |= any(event.kind == Kind.OPENED for event in call.events)
         if found and all(event.kind == Kind.OPENED for event in call.events):
             continue  # another manager, in the middle of a run
+        reopened &= named is None
         from_s, step = call.end_s, next((each for each in (restored, named) if each is not None), step)
     return found
 

@@ -30,6 +30,11 @@ def caveats(report: GoodputReport) -> list[str]:
             "write `with manager.step(step):` around it."
         )
     if report.custom_s:
-        named = ", ".join(f"{name} ({time_text(seconds)})" for name, seconds in report.custom_s.items())
+        named = ", ".join(f"{_shown(name)} ({time_text(seconds)})" for name, seconds in report.custom_s.items())
         told.append(f"Spans with names that are not kinds of time count as `custom`, never as training: {named}.")
     return told
+
+
+def _shown(name: str) -> str:
+    """A name from a log, which may hold what moves the cursor of a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in name)

@@ -73,6 +73,16 @@ def test_steps_after_a_restart_are_counted_once() -> None:
     assert (loss.cause, loss.lost_steps) == ("unknown", 2)
 
 
+def test_last_step_before_a_restart_counts_if_it_was_kept() -> None:
+    """Breaks when a start that lost nothing has one step fewer than it took: no step begins after the last."""
+    second = healthy(begin_s=20.0, first=5, steps=4)
+    report = goodput_report([healthy(), [at(Kind.STARTED, 20.0, attempt=1), *second[1:]]])
+    assert report.goodput.ml_goodput == pytest.approx(8.0 / report.wall_s)
+    second = healthy(begin_s=20.0, first=4, steps=4)
+    report = goodput_report([healthy(), [at(Kind.STARTED, 20.0, attempt=1), *second[1:]]])
+    assert report.goodput.ml_goodput == pytest.approx(7.0 / report.wall_s)
+
+
 def test_several_calls_about_a_step_are_one_step() -> None:
     """Breaks when a loop that asks should_save, saves, and asks for a preemption has three steps for one."""
     log = [at(Kind.STARTED, 0.0, attempt=0), at(Kind.OPENED, 0.0)]
@@ -81,6 +91,20 @@ def test_several_calls_about_a_step_are_one_step() -> None:
         log += [save(step, step + 0.05, step + 0.25)]  # the loop's own span around the manager's
     (attempt,), _ = attempts_of([log])
     assert [step for step, _ in attempt.steps] == [1, 2, 3, 4]
+
+
+def test_call_about_an_earlier_step_is_no_step() -> None:
+    """Breaks when a trainer that saves its end as step 0, or counts epochs in a second manager, has lost all it did."""
+    stray = save(0, 6.5, 6.6)
+    second = healthy(begin_s=20.0, first=5)
+    second = [at(Kind.STARTED, 20.0, attempt=1), *second[1:], save(0, second[-1].at_s, second[-1].at_s + 0.1)]
+    report = goodput_report([[*healthy(), save(2, 9.4, 9.5)], second])
+    assert (report.goodput.distinct_steps, report.disruptions[0].lost_steps) == (8, 0)
+    assert report.parts_s[Part.PRODUCTIVE] == pytest.approx(8.0)
+    opened = at(Kind.OPENED, 0.0)
+    assert [each.last for each in strides_of([opened, save(100, 5.0, 5.1), stray, save(200, 8.0, 8.1)])] == [100, 200]
+    again = [opened, save(7, 5.0, 5.1), at(Kind.OPENED, 6.0), stray, save(1, 7.0, 7.1)]
+    assert [each.last for each in strides_of(again)] == [7, 0, 1]  # a new manager begins another training
 
 
 def test_numbers_far_apart_are_single_steps() -> None:
@@ -166,6 +190,34 @@ def test_span_names_of_others_are_mapped(name: str, part: Part, tmp_path: Path) 
         assert report.goodput.effective_training_time == pytest.approx(10 / 15)
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("TPU_INITIALIZATION", Part.INITIALIZATION), ("DATA_LOADING_SYNC", Part.DATA_LOADING), ("OTHER", Part.OTHER)],
+)
+def test_names_are_known_as_ml_goodput_writes_them(name: str, part: Part) -> None:
+    """Breaks when a log with ml-goodput's names in capitals is all `custom`."""
+    report = goodput_report([[at(Kind.STARTED, 0.0, attempt=0), span(name, 0.0, 3.0), *steps_after(0, 3.0)]])
+    assert report.parts_s[part] == pytest.approx(3.0)
+    assert report.custom_s == {}
+
+
+@pytest.mark.parametrize("name", ["STEP", "PRODUCTIVE", "Step", "stpe", "eval_step"])
+def test_no_other_name_is_training(name: str) -> None:
+    """Breaks when time under a name that is none of ours raises a goodput by any definition."""
+    log = [at(Kind.STARTED, 0.0, attempt=0), *steps_after(0, 0.0), span(name, 5.0, 15.0), *steps_after(5, 15.0)]
+    report = goodput_report([log])
+    assert report.custom_s == {name: 10.0}
+    shares = (report.goodput.ml_goodput, report.goodput.effective_training_time, report.goodput.new_steps)
+    assert shares == (pytest.approx(0.5),) * 3
+
+
+@pytest.mark.parametrize("name", ["checkpoint_restore", "compile", "program_startup", "training_prep"])
+def test_badput_between_two_steps_is_of_neither(name: str) -> None:
+    """Breaks when a restore in mid-run, or a second compilation, is the training of the step before it."""
+    log = [at(Kind.STARTED, 0.0, attempt=0), *steps_after(0, 0.0), span(name, 5.0, 15.0), *steps_after(5, 15.0)]
+    assert goodput_report([log]).goodput.ml_goodput == pytest.approx(0.5)
+
+
 def steps_after(first: int, at_s: float) -> list[Event]:
     return [span("step", at_s + k, at_s + k + 1, step=first + k) for k in range(5)]
 
@@ -173,10 +225,10 @@ def steps_after(first: int, at_s: float) -> list[Event]:
 def test_unknown_span_name_is_a_warning_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Breaks when a misspelt span is counted without a word."""
     log = EventLog.for_run(tmp_path)
-    log.record(Event.span("stpe", start_s=0.0, end_s=5.0))
+    log.record(Event.span("stpe\n\x1b[2J", start_s=0.0, end_s=5.0))
     log.close()
     assert main(["goodput", str(tmp_path)]) == 0
-    assert "stpe (5 s)" in capsys.readouterr().out
+    assert "stpe??[2J (5 s)" in capsys.readouterr().out
 
 
 def test_log_of_others_is_converted(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: jax.Array) ->
 def main(run: Run) -> None:
     """Trains from the newest checkpoint to the last step."""
     model = TransformerEncoderBlock(hidden_dim=32, num_heads=4, dropout_rate=0.2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, run.notebook.slow(optax.adamw(1e-2)), wrt=nnx.Param)
     manager, _ = checkpointing.setup_checkpoint_manager(run.root / "steps")
     restored = checkpointing.load_checkpoint_with_optimizer(manager, model, optimizer)[2]
     first = 0 if restored is None else restored + 1

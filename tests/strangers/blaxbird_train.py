@@ -34,7 +34,7 @@ def train_step(model: Any, rng_key: jax.Array, batch: Any) -> tuple[jax.Array, A
 def main(run: Run) -> None:
     """Trains from the newest checkpoint to the last step, one call of its trainer for each."""
     model = nnx.Sequential(nnx.Linear(8, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
-    optimizer = nnx.ModelAndOptimizer(model, optax.adamw(1e-2))
+    optimizer = nnx.ModelAndOptimizer(model, run.notebook.slow(optax.adamw(1e-2)))
     save, restore_best, restore_last = get_default_checkpointer(str(run.root / "steps"), save_every_n_steps=1)
     del restore_last
     optimizer = restore_best(optimizer)  # its criterion is the step: the best is the newest

@@ -36,7 +36,7 @@ def main(run: Run) -> None:
     trainer: Any = SimpleTrainer(
         Model(),
         {"image": (8,)},
-        optax.sgd(0.1),
+        run.notebook.slow(optax.sgd(0.1)),
         jax.random.PRNGKey(0),
         distributed_training=False,
         checkpoint_base_path=str(steps),

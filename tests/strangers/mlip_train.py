@@ -45,7 +45,7 @@ def main(run: Run) -> None:
     settings: Any = {"restore_checkpoint_if_exists": True, "restore_optimizer_state": True}
     handler = TrainingIOHandler(TrainingIOHandler.Config(checkpoint_dir=run.root / "steps", **settings))
     loop = TrainingLoop(
-        *(data["train"], data["valid"], field, MSELoss(), optax.adamw(1e-2)),
+        *(data["train"], data["valid"], field, MSELoss(), run.notebook.slow(optax.adamw(1e-2))),
         TrainingLoop.Config(num_epochs=EPOCHS),
         io_handler=handler,
     )

@@ -38,7 +38,9 @@ def main(run: Run) -> None:
     """Trains from the newest checkpoint to the last step."""
     model = StandardMLP([8, 32, 8], rngs=nnx.Rngs(0))
     with OrbaxCheckpointStore(run.root / "steps") as store:
-        state = store.create_train_state(model, optax.adamw(1e-2)).replace(apply_fn=nnx.graphdef(model))
+        state = store.create_train_state(model, run.notebook.slow(optax.adamw(1e-2))).replace(
+            apply_fn=nnx.graphdef(model)
+        )
         newest = store.latest_step()
         if newest is not None:
             state, metadata = store.restore_train_state(state, newest)

@@ -17,16 +17,23 @@ import numpy as np
 
 import ckptkit
 from ckptkit.events import Event, Kind
+from tests.goodput.by_hand import Notebook
 
 
 @dataclass(kw_only=True)
 class Run:
-    """One start of a stranger: it trains below `root`, and SIGKILL ends it once `kill_after` is committed."""
+    """One start of a stranger: it trains below `root`, and SIGKILL ends it once `kill_after` is committed.
+
+    `step_s`: what a step takes on the device at least. The account of a start over ours is in `root`/account, the
+    one made by hand in `root`/by_hand.
+    """
 
     root: Path
     kill_after: int | None
     stock: bool  # over Orbax itself
+    step_s: float
     events: Any = field(default_factory=ckptkit.EventLog)
+    notebook: Any = field(init=False)
     committed: set[tuple[str, int]] = field(default_factory=set)
     sources: list[str] = field(default_factory=list)  # the tiers that the restore read
 
@@ -37,7 +44,12 @@ class Run:
         parser.add_argument("root", type=Path)
         parser.add_argument("--kill-after", type=int)
         parser.add_argument("--stock", action="store_true")
+        parser.add_argument("--step-s", type=float, default=0.0)
         run = cls(**vars(parser.parse_args()))
+        run.notebook = Notebook(run.root / "by_hand", run.step_s)
+        if not run.stock:
+            run.events = ckptkit.EventLog.for_run(run.root / "account")
+            run.notebook.watch(ckptkit.CheckpointManager)
         run.events.observe(run._note)
         if not run.stock:  # with a ramdisk that holds every save of the trainer
             ckptkit.patch_orbax([ckptkit.Tier.ram(str(run.root / "ram"))], events=run.events)

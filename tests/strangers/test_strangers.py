@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from ckptkit.goodput import goodput_report, load_run
+from tests.goodput.by_hand import goodput_by_hand
+
 SCRIPTS = {
     "artifex": "artifex_nnx.py",
     "blaxbird": "blaxbird_train.py",
@@ -28,7 +31,10 @@ WITHOUT_MANAGER = {
     "flax": "flax_checkpoints.py",
     "nnx_ppo": "nnx_ppo_train.py",
 }  # they save trees at paths of their own: no steps, no tiers
+COMPUTATIONS = {"keras": 4, "mlip": 2}  # of a step, where the trainer saves epochs
+OWN_OPTIMIZER = {"maxtext"}  # made of its settings: its device cannot be made slow
 KILLED_AFTER = 3
+STEP_S = 2.0  # of the starts whose account is looked at
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,18 +45,34 @@ def test_killed_stranger_resumes_with_the_same_bits(name: str, tmp_path: Path) -
         pytest.skip(f"{name} is not installed: make strangers")
     script = Path(__file__).with_name(SCRIPTS[name])
     straight = train(script, tmp_path / "straight", "--stock")
-    assert train(script, tmp_path / "run", "--kill-after", str(KILLED_AFTER)) is None
+    slowly = ("--step-s", str(STEP_S / COMPUTATIONS.get(name, 1)))
+    assert train(script, tmp_path / "run", "--kill-after", str(KILLED_AFTER), *slowly) is None
     lost, back = tmp_path / "lost", tmp_path / "back"
     for copy in (lost, back):
         shutil.copytree(tmp_path / "run" / "steps", copy / "steps")  # the durable tier alone
 
-    kept, lost, back = (train(script, tmp_path / "run"), train(script, lost), train(script, back, "--stock"))
+    kept, lost, back = (train(script, tmp_path / "run", *slowly), train(script, lost), train(script, back, "--stock"))
     assert kept["sources"] == ["ram"], "the ramdisk outlives the process"
     assert lost["sources"] == ["durable"], "the host is lost"
     for run in (kept, lost, back):
         assert run["first"] == kept["first"] > 0
         assert run["bits"] == straight["bits"]
     assert kept["tiers"] == ["durable", "ram"]
+    if name not in OWN_OPTIMIZER:
+        assert_account_agrees_with_one_made_by_hand(tmp_path / "run", kept, COMPUTATIONS.get(name, 1))
+
+
+def assert_account_agrees_with_one_made_by_hand(root: Path, last: dict[str, Any], computations: int) -> None:
+    """Nobody prepared these trainers for an account: their steps are known from their calls alone."""
+    report = goodput_report(load_run(root / "account"))
+    taken = (root / "by_hand").read_text().rpartition("start")[2].count("compute") // computations
+    by_hand = goodput_by_hand(root / "by_hand", [last["first"], taken], computations=computations)
+    assert report.steps_from == "calls"
+    assert report.goodput.distinct_steps == last["first"] + taken
+    assert len(report.disruptions) == 1
+    assert report.goodput.ml_goodput == pytest.approx(by_hand, abs=0.02)
+    assert report.goodput.ml_goodput == pytest.approx(by_hand, rel=0.1)  # also where starts take long
+    print(f"goodput {report.goodput.ml_goodput:.4f}, by hand {by_hand:.4f}, of {report.wall_s:.1f} s")
 
 
 @pytest.mark.parametrize("name", WITHOUT_MANAGER)
@@ -66,6 +88,8 @@ def test_killed_stranger_without_a_manager_resumes_with_the_same_bits(name: str,
     for run in (train(script, tmp_path / "run"), train(script, tmp_path / "back", "--stock")):
         assert run["first"] == KILLED_AFTER + 1
         assert run["bits"] == straight["bits"]
+    report = goodput_report(load_run(tmp_path / "run" / "account"))
+    assert (report.steps_from, report.goodput.ml_goodput) == ("nothing", None)  # not 0 %: nothing tells of its steps
     data = max((tmp_path / "damaged").rglob("d/*"), key=lambda path: (path.parts[-4], path.stat().st_size))
     data.write_bytes(data.read_bytes()[:-1] + bytes([data.read_bytes()[-1] ^ 1]))
     assert "CorruptCheckpointError" in (start(script, tmp_path / "damaged").stderr)

@@ -44,7 +44,7 @@ def main(run: Run) -> None:
     last = STEPS if run.kill_after is None else run.kill_after
     config: Any = {"checkpoint_root_directory": str(run.root / "steps"), "checkpointing_options": saving}
     config = peft_trainer.TrainingConfig(eval_every_n_steps=100, max_steps=last, **config)
-    trainer = peft_trainer.PeftTrainer(model, optax.adamw(1e-2), config).with_loss_fn(loss_of)
+    trainer = peft_trainer.PeftTrainer(model, run.notebook.slow(optax.adamw(1e-2)), config).with_loss_fn(loss_of)
     names = ("input_tokens", "input_mask")
     trainer = trainer.with_gen_model_input_fn(lambda each: {name: getattr(each, name) for name in names})
     first = trainer._train_steps
