@@ -55,7 +55,7 @@ class Inventory:
 
     def report(self, save: LocalSave, refusal: str | None = None) -> list[Any]:
         """This process's report of a save on its host; `refusal`: why it cannot be read from there."""
-        return save.report(self._rank, refusal).to_json()
+        return save.report(self._rank, refusal, linked=self.client is not None).to_json()
 
     def reports(self) -> list[list[Any]]:
         """This process's reports of the saves on its host."""
