@@ -195,7 +195,7 @@ class SlotReader:
         if self._reads is not None or stop > self.size_bytes or stop - start > _RUN_WASTE_MAX * wanted:
             return [None] * len(boxes)
         memory, copied = empty_block((stop - start,), np.dtype(np.uint8)), start
-        view = memoryview(memory)
+        view = memory.data
         found: list[np.ndarray | None] = []
         for (leaf, record), (at, end) in zip(boxes, spans, strict=True):
             if end > copied:
