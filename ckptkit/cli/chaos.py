@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,10 @@ from ckptkit.cli.text import count_text, print_json, print_line, print_table
 from ckptkit.events import EventLog
 from ckptkit.goodput import goodput_report, headline, load_run
 from ckptkit.launch import ExitCode, HangPolicy, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
-from ckptkit.launch.chaos import KINDS, Chaos, ChaosRun, FaultKind, FaultPlan, Hazard
+from ckptkit.launch.attached import AttachedJob
+from ckptkit.launch.chaos import Chaos, ChaosRun
+from ckptkit.launch.faults import FaultKind, FaultPlan, Hazard
+from ckptkit.launch.harm import LocalBucket
 from ckptkit.launch.printer import say_on_stderr
 from ckptkit.snapshot.state_digest import STATE_DIGEST
 from ckptkit.util.clock import time_text
@@ -45,7 +49,11 @@ class _Weighted(click.ParamType):
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
+@click.option("--attach", metavar="STATUS", help="Hit the job of `ckptkit run --status STATUS`, and start none.")
 @click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
+@click.option(
+    "--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Take them as those of N hosts."
+)
 @click.option("--devices-per-process", type=click.IntRange(min=1), metavar="N", help="Virtual CPU devices of each.")
 @click.option("--faults", type=click.IntRange(min=1), default=5, show_default=True, help="Faults in all.")
 @click.option(
@@ -62,17 +70,29 @@ class _Weighted(click.ParamType):
     "kinds",
     type=_Weighted("KIND:WEIGHT"),
     multiple=True,
-    help="kill, freeze or preempt, with its weight; repeatable [default: kill:1].",
+    help="kill, host (all its processes), freeze, preempt, fill or outage, with its weight [default: kill:1].",
 )
 @click.option(
-    "--freeze-for", "freeze_s", type=click.FloatRange(min=0.01), default=5.0, show_default=True, metavar="SECONDS"
+    "--for",
+    "lasting_s",
+    type=click.FloatRange(min=0.01),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A freeze, a full disk and an outage last so long.",
+)
+@click.option("--fill", metavar="DIR", help="For `fill`: fill the file system of DIR, which must not be that of /.")
+@click.option(
+    "--bucket",
+    metavar="NAME=DIR",
+    help="For `outage`: serve gs://NAME to the job, with its objects in DIR.",
 )
 @click.option(
     "--wipe",
     "wipes",
     type=_Weighted("DIR:CHANCE"),
     multiple=True,
-    help="Empty this directory at a fault, with this chance; {process} is the victim. Repeatable.",
+    help="Empty this directory at a fault, with this chance; {process} and {host} are the victim's. Repeatable.",
 )
 @click.option(
     "--flip",
@@ -90,12 +110,16 @@ class _Weighted(click.ParamType):
 @JSON
 def chaos(
     command: tuple[str, ...],
+    attach: str | None,
     processes: int,
+    hosts: int,
     devices_per_process: int | None,
     faults: int,
     mtbf_s: float,
     kinds: tuple[tuple[str, float], ...],
-    freeze_s: float,
+    lasting_s: float,
+    fill: str | None,
+    bucket: str | None,
     wipes: tuple[tuple[str, float], ...],
     flips: tuple[tuple[str, float], ...],
     seed: int,
@@ -111,77 +135,83 @@ def chaos(
     The faults are real: processes are killed, directories are emptied, bits are flipped. In COMMAND, {run} is replaced
     by `disturbed`, with --compare also by `undisturbed`: give each its own directories. The states at the end are
     compared if COMMAND calls `ckptkit.state_digest(state)` there.
+
+    With --attach the faults hit a job that runs on this host already. It goes on when this command has ended.
     """
-    if not command:
-        raise click.UsageError("no command to run: give it after --")
-    plan = _plan(seed, mtbf_s, faults, kinds, freeze_s, wipes, flips)
+    if bool(command) == (attach is not None):
+        raise click.UsageError("no command to run: give it after --" if attach is None else "--attach runs no command")
+    if attach is not None and (compare or bucket is not None or events is not None):
+        raise click.UsageError("--attach goes without --compare, --bucket and --events")
     if compare and not any("{run}" in word for word in command):
         raise click.UsageError("--compare runs COMMAND twice: give each run its own directories, by {run} in COMMAND")
-    if dry_run:
-        _show_plan(plan, processes)
-        return Exit.OK
-    log = None if events is None else Path(events.replace("{run}", _RUNS[0])) / "launcher.jsonl"
     try:
-        first_attempt = next_attempt(log)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--events") from error
-    with tempfile.TemporaryDirectory(prefix="ckptkit-chaos-") as home:
-
-        def workers(run: str) -> Workers:
-            return Workers(
-                [word.replace("{run}", run) for word in command],
-                processes=processes,
-                devices_per_process=devices_per_process,
-                env={STATE_DIGEST: str(Path(home) / f"{run}-{{process}}")},
-                warm=WarmStart(is_cold=cold),
-            )
-
-        runner = Chaos(
-            workers(_RUNS[0]),
-            plan,
-            policy=RestartPolicy(restarts=2 * faults + 3, backoff_s=0.0, grace_s=0.1),
-            hang=HangPolicy(limit_s=hang_s),
-            first_attempt=first_attempt,
-            events=None if log is None else EventLog(log, process=-1),
-            on_output=OncePrinter(sys.stderr if as_json else None),
-            say=say_on_stderr,
+        plan = FaultPlan(
+            seed=seed,
+            mtbf_s=mtbf_s,
+            count=faults,
+            weights=cast("Mapping[FaultKind, float]", dict(kinds or [("kill", 1.0)])),
+            lasting_s=lasting_s,
+            wipes=tuple(Hazard(path=os.path.abspath(path), chance=chance) for path, chance in wipes),
+            flips=tuple(Hazard(path=os.path.abspath(path), chance=chance) for path, chance in flips),
+            hosts=hosts,
+            fill=None if fill is None else os.path.abspath(fill),
         )
-        run = runner.run()
-        verdict = _verdict(run, workers(_RUNS[1]), Path(home), as_json) if compare else None
+        job = None if attach is None else AttachedJob(Path(attach))
+        if dry_run:
+            _show_plan(plan, processes if job is None else job.processes)
+            return Exit.OK
+        if job is not None:
+            run, verdict, log = Chaos(plan, say=say_on_stderr).attach(job), None, None
+        else:
+            log = None if events is None else Path(events.replace("{run}", _RUNS[0])) / "launcher.jsonl"
+            with _served(bucket) as served, tempfile.TemporaryDirectory(prefix="ckptkit-chaos-") as home:
+
+                def workers(run: str) -> Workers:
+                    return Workers(
+                        [word.replace("{run}", run) for word in command],
+                        processes=processes,
+                        devices_per_process=devices_per_process,
+                        env={
+                            **({} if served is None else served.env),
+                            STATE_DIGEST: str(Path(home) / f"{run}-{{process}}"),
+                        },
+                        warm=WarmStart(is_cold=cold),
+                    )
+
+                run = Chaos(plan, bucket=served, say=say_on_stderr).run(
+                    workers(_RUNS[0]),
+                    policy=RestartPolicy(restarts=2 * faults + 3, backoff_s=0.0, grace_s=0.1),
+                    hang=HangPolicy(limit_s=hang_s),
+                    first_attempt=next_attempt(log),
+                    events=None if log is None else EventLog(log, process=-1),
+                    on_output=OncePrinter(sys.stderr if as_json else None),
+                )
+                verdict = _verdict(run, workers(_RUNS[1]), Path(home), as_json) if compare else None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     found = _found(run, plan, verdict)
     if as_json:
         print_json(found)
     else:
         _show(run, found, None if log is None else log.parent)
     sys.stdout.flush()
-    return Exit.DIFFERENT if verdict == "different" else Exit(int(run.code))
+    return Exit.DIFFERENT if verdict == "different" else Exit(int(run.code or 0))
 
 
-def _plan(
-    seed: int,
-    mtbf_s: float,
-    faults: int,
-    kinds: Sequence[tuple[str, float]],
-    freeze_s: float,
-    wipes: Sequence[tuple[str, float]],
-    flips: Sequence[tuple[str, float]],
-) -> FaultPlan:
-    weights = dict(kinds or [("kill", 1.0)])
-    unknown = sorted(set(weights) - set(KINDS))
-    if unknown or min(weights.values()) < 0 or not sum(weights.values()):
-        raise click.UsageError(f"--kind: choose among {', '.join(KINDS)}, with weights of which one is above 0")
+@contextmanager
+def _served(bucket: str | None) -> Iterator[LocalBucket | None]:
+    """The bucket of `NAME=DIR`, while the block runs."""
+    if bucket is None:
+        yield None
+        return
+    name, equals, directory = bucket.partition("=")
+    if not name or not equals or not directory:
+        raise click.BadParameter(f"{bucket!r}; write NAME=DIR", param_hint="--bucket")
+    served = LocalBucket(Path(directory), (name,))
     try:
-        return FaultPlan(
-            seed=seed,
-            mtbf_s=mtbf_s,
-            count=faults,
-            weights=cast("Mapping[FaultKind, float]", weights),
-            freeze_s=freeze_s,
-            wipes=tuple(Hazard(path=os.path.abspath(path), chance=chance) for path, chance in wipes),
-            flips=tuple(Hazard(path=os.path.abspath(path), chance=chance) for path, chance in flips),
-        )
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        yield served
+    finally:
+        served.close()
 
 
 def _verdict(run: ChaosRun, workers: Workers, home: Path, as_json: bool) -> str:
@@ -189,13 +219,9 @@ def _verdict(run: ChaosRun, workers: Workers, home: Path, as_json: bool) -> str:
     if run.code != ExitCode.OK:
         return "not compared"
     say_on_stderr("chaos: the same job without faults")
-    quiet = Chaos(
-        workers,
-        FaultPlan(seed=0, mtbf_s=1.0, count=0),
-        policy=RestartPolicy(restarts=0),
-        on_output=OncePrinter(sys.stderr if as_json else None),
-        say=say_on_stderr,
-    ).run()
+    quiet = Chaos(FaultPlan(seed=0, mtbf_s=1.0, count=0), say=say_on_stderr).run(
+        workers, policy=RestartPolicy(restarts=0), on_output=OncePrinter(sys.stderr if as_json else None)
+    )
     if quiet.code != ExitCode.OK:
         return "not compared"
     told = [{path.name.partition("-")[2]: path.read_text() for path in home.glob(f"{run}-*")} for run in _RUNS]
@@ -209,7 +235,7 @@ def _found(run: ChaosRun, plan: FaultPlan, verdict: str | None) -> dict[str, Any
     return {
         "format": _FORMAT,
         "seed": plan.seed,
-        "code": int(run.code),
+        "code": None if run.code is None else int(run.code),
         "seconds": run.seconds,
         "faults": [asdict(each) for each in run.injected],
         "unplanned": list(run.unplanned),
@@ -222,9 +248,8 @@ def _found(run: ChaosRun, plan: FaultPlan, verdict: str | None) -> dict[str, Any
 
 def _show_plan(plan: FaultPlan, processes: int) -> None:
     for fault in plan.faults(processes):
-        who = "the job" if fault.kind == "preempt" else f"process {fault.victim}"
         also = [*(f"empty {path}" for path in fault.wipes), *(f"flip a bit below {path}" for path in fault.flips)]
-        line = f"fault {fault.number}: {time_text(fault.after_s)} after a step, {fault.kind} {who}"
+        line = f"fault {fault.number}: {time_text(fault.after_s)} after a step, {fault.text}"
         print_line("; ".join([line, *also]))
 
 
@@ -249,9 +274,9 @@ def _show(run: ChaosRun, found: Mapping[str, Any], events: Path | None) -> None:
         if found["back_s_p50"] is None
         else (f"; next step after {time_text(found['back_s_p50'])} (p50), {time_text(found['back_s_max'])} at most")
     )
-    ended = "ended well" if run.code == ExitCode.OK else f"ended with {run.code.name}"
+    how = "goes on" if run.code is None else "ended well" if run.code == ExitCode.OK else f"ended with {run.code.name}"
     faults = count_text(len(run.injected), "fault")
-    print_line(f"the job {ended} after {time_text(run.seconds)}: {faults}{back}, {found['steps_repeated']} steps again")
+    print_line(f"the job {how} after {time_text(run.seconds)}: {faults}{back}, {found['steps_repeated']} steps again")
     for line in run.unplanned:
         print_line(f"  {line}")
     if events is not None:

@@ -12,6 +12,7 @@ from statistics import median
 
 from ckptkit.diagnosis.records import Advice, AdviceKind, Facts
 from ckptkit.diagnosis.saving import LOSSES_MIN, better_interval
+from ckptkit.diagnosis.stragglers import late_process, slow_processes
 from ckptkit.events import Event, Kind
 from ckptkit.inspection.words import count_text, size_text
 from ckptkit.model.tiers import DURABLE
@@ -323,6 +324,8 @@ RULES: tuple[DiagnosisRule, ...] = (
     interval,
     restores,
     mounts,
+    slow_processes,
+    late_process,
     dead_weight,
     many_steps,
     idle_arenas,

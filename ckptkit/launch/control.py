@@ -5,6 +5,7 @@ A connection has two threads: one receives, and one sends pings. Messages and th
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -21,6 +22,7 @@ from ckptkit.util.clock import Deadline
 MESSAGE_BYTES_MAX = 1 << 20
 SECRET_CHARS_MIN = 16
 HANDSHAKE_S = 5.0
+_PORT_S = 10.0  # for the port of the first agent to become free
 _STRANGERS_MAX = 32  # connections that have not proved anything yet
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
@@ -143,7 +145,7 @@ class Listener:
         self._silence_s = silence_s
         self._on_connection = on_connection
         self._strangers = threading.Semaphore(_STRANGERS_MAX)
-        self._server = socket.create_server((host, port), backlog=128, reuse_port=False)
+        self._server = _bound(host, port)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="ckptkit-run-listen", daemon=True)
         self._thread.start()
@@ -186,6 +188,18 @@ class Listener:
         finally:
             self._strangers.release()
         self._on_connection(Connection(link, key, is_server=True, silence_s=self._silence_s), address)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A server at a port that others may hold for a moment: agents that wait for this one take it as their own port."""
+    deadline = Deadline(_PORT_S)
+    while True:
+        try:
+            return socket.create_server((host, port), backlog=128, reuse_port=False)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or deadline.passed:
+                raise
+        threading.Event().wait(0.1)
 
 
 def connect(host: str, port: int, secret: str, silence_s: float) -> Connection:

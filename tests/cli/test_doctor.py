@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.diagnosis import RULES, Facts, rules
+from ckptkit.diagnosis import RULES, Facts, rules, stragglers
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import goodput_report
 from ckptkit.inspection import Holding, StepEntry
@@ -111,6 +112,27 @@ def losses(count: int, every_s: int = 100) -> list[Event]:
     return found
 
 
+def parts(seconds: dict[int, float], *, count: int = 10, computing_s: float = 0.0) -> list[Event]:
+    """Saves to the ramdisk, each process's part of which takes so long."""
+    found = []
+    for save, (process, own_s) in product(range(0, 10 * count, 10), seconds.items()):
+        staged = event(Kind.STAGED, save + computing_s, save, stall_s=0.0, computing_s=computing_s, process=process)
+        end_s = save + computing_s + own_s
+        found += [
+            event(Kind.PHASE, save, save, phase="begun", process=process),
+            staged,
+            event(Kind.PHASE, end_s, save, "ram", phase="staged", process=process),
+        ]
+    return found
+
+
+def waits(seconds: dict[int, float], *, count: int = 10) -> list[Event]:
+    return [
+        event(Kind.STAGED, save, save, stall_s=0.0, computing_s=waited_s, process=process)
+        for save, (process, waited_s) in product(range(count), seconds.items())
+    ]
+
+
 Case = tuple[Callable[[Facts], Any], Facts, Facts, str]
 RUN = spans(range(100))
 
@@ -205,6 +227,18 @@ CASES: list[Case] = [
         "tier ram, /r, is on ext4; it took 2.0 KiB a second",
     ),
     (
+        stragglers.slow_processes,
+        logged(*RUN, *parts({0: 0.5, 1: 0.4, 2: 1.5, 3: 0.5}, computing_s=1.0)),
+        logged(*RUN, *parts({0: 0.5, 1: 0.4, 2: 0.7, 3: 0.5}, computing_s=1.0)),
+        "process 2 takes 1.5 s for its part of a save to ram, the others 500 ms (p50 of 10)",
+    ),
+    (
+        stragglers.late_process,
+        logged(*RUN, *waits({0: 0.4, 1: 0.1, 2: 0.5})),
+        logged(*RUN, *waits({0: 0.4, 1: 0.3, 2: 0.5})),
+        "process 1 is the last to start its steps: at saves the others wait 400 ms or more for the devices",
+    ),
+    (
         rules.dead_weight,
         Facts(usage=used(2, dead=[dead(30)])),
         Facts(usage=used(10, dead=[dead(30), dead(10_000, "/ram/x/_quarantine")])),
@@ -228,6 +262,24 @@ def test_each_rule_fires_exactly_in_its_case(rule: Callable[[Facts], Any], ill: 
     assert (found.rule, bool(found.advice)) == (rule.__name__, True)
     assert not found.what.endswith(".")
     assert rule(well) == []
+
+
+@pytest.mark.parametrize("span", ["data_loading", "evaluation"])
+def test_process_with_slow_spans_is_named(span: str) -> None:
+    """A host that loads its data slowly would hide among those that wait for it."""
+    loads = [
+        event(Kind.SPAN, at + 0.5, at, span=span, duration_s=0.9 if process == 3 else 0.1, process=process)
+        for at, process in product(range(20), range(4))
+    ]
+    (found,) = stragglers.slow_processes(logged(*loads))
+    assert found.what == f"process 3 takes 900 ms for `{span}`, the others 100 ms (p50 of 20)"
+
+
+def test_process_that_was_slow_a_few_times_is_not_named() -> None:
+    """A host would be replaced for one slow save."""
+    times = [*parts({0: 0.1, 1: 0.1}, count=8), *parts({0: 0.1, 1: 3.0}, count=2)]
+    assert stragglers.slow_processes(logged(*RUN, *times)) == []
+    assert stragglers.slow_processes(logged(*RUN, *parts({0: 0.1, 1: 3.0}, count=7))) == [], "too few to say"
 
 
 def test_every_rule_has_a_case_and_a_source() -> None:

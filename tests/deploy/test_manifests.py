@@ -58,21 +58,28 @@ def test_pod_provides_ramdisk_memory_and_grace_period(job: dict[str, Any]) -> No
     assert pod["restartPolicy"] == "OnFailure", "the emptyDir outlives the container"
     spec = job["spec"]
     assert spec["backoffLimit"] >= 100 * spec["parallelism"], "a loss restarts every container, and each one counts"
-    grace_s = float(script.split("--grace-s ")[1].split()[0])
-    assert grace_s < pod["terminationGracePeriodSeconds"]
-    assert f"--processes {job['spec']['completions']} " in script
+    of_trainer, of_agent = (float(script.split(flag)[1].split()[0]) for flag in (" --grace-s ", "--preempt-grace "))
+    assert of_trainer < of_agent < pod["terminationGracePeriodSeconds"]
+    assert f"--nnodes {job['spec']['completions']} " in script
 
 
-def test_trainer_accepts_every_flag_in_the_manifests(job: dict[str, Any]) -> None:
+def test_agent_and_trainer_accept_every_flag_in_the_manifests(job: dict[str, Any]) -> None:
     """A flag that was renamed would end every pod with exit code 2."""
+    from ckptkit.cli.run import run
     from trainer.__main__ import main
 
-    known = {flag for option in main.params for flag in option.opts}
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    script = (DEPLOY / "slurm.sbatch").read_text()
-    texts = [
-        *container["command"],
-        *(line.split("-m trainer")[1] for line in script.splitlines() if "-m trainer" in line),
-    ]
-    used = {word for text in texts for word in text.split() if word.startswith("--")}
-    assert {"--ram", "--cluster", "--grace-s"} <= used <= known
+    script = (DEPLOY / "slurm.sbatch").read_text().replace("\\\n", " ")
+    texts = [" ".join(container["command"]), *(line for line in script.splitlines() if line.startswith("srun "))]
+    assert len(texts) == 2
+    for text in texts:
+        agent, _, trainer = text.partition(" run ")[2].partition(" -- ")
+        assert flags(agent) <= {flag for option in run.params for flag in option.opts}
+        used = flags(trainer)
+        assert {"--cluster", "--grace-s"} <= used <= {flag for option in main.params for flag in option.opts}
+
+
+def flags(text: str) -> set[str]:
+    return {
+        word.removeprefix("${EVENTS:+") for word in text.split() if word.removeprefix("${EVENTS:+").startswith("--")
+    }

@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 
 from ckptkit.cli import main
 from ckptkit.launch import ExitCode, RestartPolicy, WarmStart, Workers
-from ckptkit.launch.chaos import Chaos, ChaosRun, Fault, FaultKind, FaultPlan, Hazard, _flipped
+from ckptkit.launch.attached import AttachedJob
+from ckptkit.launch.chaos import Chaos, ChaosRun
+from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
+from ckptkit.launch.harm import FullDisk, LocalBucket, flipped
+from ckptkit.launch.status import write_status
 
 # A job that counts to 40 in a file, goes on from there, and says at its end what it has counted: its "state".
 COUNTS = """
@@ -46,14 +55,12 @@ def script(tmp_path: Path, wrong: str = "0") -> str:
 def run(tmp_path: Path, plan: FaultPlan, *, processes: int = 2) -> tuple[ChaosRun, list[str]]:
     said: list[str] = []
     command = [sys.executable, script(tmp_path), str(tmp_path / "job")]
-    chaos = Chaos(
+    ended = Chaos(plan, say=said.append).run(
         Workers(command, processes=processes, warm=WarmStart(is_cold=True)),
-        plan,
         policy=RestartPolicy(restarts=10, backoff_s=0.0, grace_s=0.1),
         on_output=lambda process, line: said.append(line),
-        say=said.append,
     )
-    return chaos.run(), said
+    return ended, said
 
 
 def test_same_seed_plans_the_same_faults() -> None:
@@ -67,10 +74,10 @@ def test_same_seed_plans_the_same_faults() -> None:
     faults = plan(7)
     assert faults == plan(7)
     assert faults != plan(8)
-    assert {fault.victim for fault in faults} == {0, 1, 2, 3}
+    assert {fault.victims for fault in faults} == {(0,), (1,), (2,), (3,)}
     assert 2.0 < sum(fault.after_s for fault in faults) / 200 < 4.0
     assert 100 < sum(fault.kind == "kill" for fault in faults) < 170
-    assert 60 < sum(fault.wipes == (f"/home/{fault.victim}/ram",) for fault in faults) < 140
+    assert 60 < sum(fault.wipes == (f"/home/{fault.victims[0]}/ram",) for fault in faults) < 140
 
 
 def wipe(path: str, chance: float) -> Hazard:
@@ -95,7 +102,7 @@ def test_job_comes_back_from_every_kind_of_fault(tmp_path: Path) -> None:
         mtbf_s=0.05,
         count=6,
         weights={"kill": 1.0, "freeze": 1.0, "preempt": 1.0},
-        freeze_s=0.2,
+        lasting_s=0.2,
         wipes=(wipe(str(tmp_path / "ram"), 1.0),),
         flips=(wipe(str(tmp_path / "disk"), 1.0),),
     )
@@ -109,7 +116,7 @@ def test_job_comes_back_from_every_kind_of_fault(tmp_path: Path) -> None:
     assert [(tmp_path / "job" / f"saved-{process}").read_text() for process in (0, 1)] == ["40", "40"]
     for each in ended.injected:
         if each.fault.kind == "freeze":
-            assert each.did == [f"froze process {each.fault.victim} for 0.2 s"]
+            assert each.did == [f"froze process {each.fault.victims[0]} for 0.2 s"]
             continue
         assert each.did[1].startswith(f"emptied {tmp_path}/ram: ")
         assert each.did[2].startswith(f"flipped a bit of {tmp_path}/disk/step, byte ")
@@ -121,16 +128,118 @@ def test_job_comes_back_from_every_kind_of_fault(tmp_path: Path) -> None:
 def test_loss_that_no_fault_explains_is_named(tmp_path: Path) -> None:
     """A job that crashes by itself would be counted as one that survived its faults."""
     code = "import sys; sys.exit(3 if sys.argv[1] == '0' else 0)"
-    chaos = Chaos(
+    ended = Chaos(FaultPlan(seed=0, mtbf_s=60.0, count=1), say=lambda line: None).run(
         Workers([sys.executable, "-c", code, "{attempt}"], processes=1),
-        FaultPlan(seed=0, mtbf_s=60.0, count=1),
         policy=RestartPolicy(restarts=2, backoff_s=0.0),
         on_output=lambda process, line: None,
-        say=lambda line: None,
     )
-    ended = chaos.run()
     assert (ended.code, ended.injected) == (ExitCode.OK, ())
     assert ended.unplanned == ("attempt 0: process 0 was lost by itself",)
+
+
+def test_host_fault_kills_all_processes_of_a_host(tmp_path: Path) -> None:
+    """A tier that holds its copies on the same host would look as safe as one with copies elsewhere."""
+    plan = FaultPlan(seed=1, mtbf_s=0.05, count=1, weights={"host": 1.0}, hosts=2)
+    (fault,) = plan.faults(4)
+    assert fault.victims in {(0, 1), (2, 3)}
+    ended, said = run(tmp_path, plan, processes=4)
+    assert (ended.code, ended.unplanned) == (ExitCode.OK, ())
+    assert ended.injected[0].did == [f"killed the host of processes {fault.victims[0]}, {fault.victims[1]}"], said
+    assert ended.injected[0].back_s is not None
+
+
+def test_bucket_goes_away_and_comes_back_with_its_objects(tmp_path: Path) -> None:
+    """A job would be tested against a bucket that forgets, or one that never went away."""
+    bucket = LocalBucket(tmp_path / "objects", ("run",))
+    try:
+        url = bucket.env["STORAGE_EMULATOR_HOST"] + "/storage/v1/b/run"
+        assert urlopen(url, timeout=30).status == 200
+        bucket.begin()
+        with pytest.raises(URLError):
+            urlopen(url, timeout=30)
+        bucket.end()
+        assert urlopen(url, timeout=30).status == 200
+    finally:
+        bucket.close()
+
+
+def test_disk_is_full_for_the_time_of_the_fault(tmp_path: Path) -> None:
+    """A job that fails on the first full disk would pass."""
+    own = tmp_path / "disk"
+    own.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(own)], capture_output=True).returncode:
+        pytest.skip("a file system of its own can be mounted by root only")
+    try:
+        disk = FullDisk(str(own))
+        assert disk.begin() > 900_000
+        with pytest.raises(OSError, match="No space left"):
+            (own / "step").write_bytes(bytes(8192))
+        disk.end()
+        (own / "step").write_bytes(bytes(8192))
+    finally:
+        subprocess.run(["umount", str(own)], check=True)
+
+
+def test_disk_that_others_need_is_not_filled() -> None:
+    """The machine would stop, not the job."""
+    with pytest.raises(ValueError, match="is on the file system of /"):
+        FullDisk("/usr/lib")
+
+
+def test_running_job_is_hit_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Faults could be tried only on a job that was started for them."""
+    status, ram = tmp_path / "status.json", tmp_path / "ram"
+    ram.mkdir()
+    (ram / "slot").write_bytes(bytes(100))
+    words = ["run", "--processes", "2", "--cold", "--status", str(status), "--"]
+    command = [sys.executable, "-m", "ckptkit.cli", *words, sys.executable, script(tmp_path), str(tmp_path / "job")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
+        while not status.exists() or "stepped" not in status.read_text():
+            assert job.poll() is None, "it ended before its first step"
+            time.sleep(0.02)
+        hit = ["chaos", "--attach", str(status), "--faults", "1", "--mtbf", "0.01", "--wipe", f"{ram}:1", "--json"]
+        assert main(hit) == 0
+        assert job.stderr is not None
+        said = job.stderr.read()
+    told = json.loads(capfd.readouterr().out)
+    assert [each["did"][0] for each in told["faults"]] == [f"emptied {ram}: 1 files"]
+    assert told["faults"][0]["back_s"] > 0
+    assert (told["code"], told["unplanned"]) == (None, [])
+    assert job.returncode == 0, said
+    assert "was lost (SIGKILL)" in said
+    assert [(tmp_path / "job" / f"saved-{process}").read_text() for process in (0, 1)] == ["40", "40"]
+
+
+def test_processes_that_are_not_of_the_job_are_left_alone(tmp_path: Path) -> None:
+    """A status file of an earlier job would have strangers killed: process ids come again."""
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        status = tmp_path / "status.json"
+        found = {"state": "running", "agent": 1, "attempt": 0, "losses": [], "recoveries": []}
+        write_status(status, {**found, "workers": [{"process": 0, "pid": stranger.pid}]})
+        job = AttachedJob(status)
+        assert not job.kill([0], None)
+        assert not job.signal(0, signal.SIGKILL)
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no status of a job"),
+        ("{", "no status of a job"),
+        ("{}", "not written by"),
+        ('{"format": "ckptkit/run/1", "state": "ended", "agent": 1}', "the job has ended"),
+    ],
+)
+def test_file_that_is_no_status_of_a_running_job_is_refused(
+    text: str | None, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command would wait for ever, or end with a traceback."""
+    if text is not None:
+        (tmp_path / "status.json").write_text(text)
+    assert main(["chaos", "--attach", str(tmp_path / "status.json")]) == 2
+    assert said in capfd.readouterr().err
 
 
 def test_flip_changes_one_bit(tmp_path: Path) -> None:
@@ -138,7 +247,7 @@ def test_flip_changes_one_bit(tmp_path: Path) -> None:
     data = os.urandom(1000)
     (tmp_path / "step").write_bytes(data)
     (tmp_path / "small").write_bytes(b"x")
-    assert str(tmp_path / "step") in str(_flipped(tmp_path, random.Random(0)))
+    assert str(tmp_path / "step") in str(flipped(tmp_path, random.Random(0)))
     after = (tmp_path / "step").read_bytes()
     assert sum((a ^ b).bit_count() for a, b in zip(data, after, strict=True)) == 1
     assert (tmp_path / "small").read_bytes() == b"x"
@@ -188,7 +297,13 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, capfd: pytest
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--kind", "explode:1"], "choose among kill, freeze, preempt"),
+        (["--kind", "explode:1"], "choose among kill, host, freeze, preempt, fill, outage"),
+        (["--kind", "fill:1"], "needs the directory to fill"),
+        (["--kind", "fill:1", "--fill", "/usr/lib"], "is on the file system of /"),
+        (["--kind", "outage:1"], "needs a bucket to take away"),
+        (["--processes", "3", "--hosts", "2"], "3 processes are not as many on each of 2 hosts"),
+        (["--processes", "3", "--hosts", "2", "--dry-run"], "3 processes are not as many on each of 2 hosts"),
+        (["--bucket", "run"], "write NAME=DIR"),
         (["--kind", "kill:0"], "of which one is above 0"),
         (["--wipe", "/:0.5"], "give a directory of the job's own"),
         (["--wipe", "/dev/shm/x"], "write DIR:CHANCE"),

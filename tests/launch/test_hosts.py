@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,8 +159,21 @@ def test_other_agents_wait_for_a_first_agent_that_was_killed(agents: Agents) -> 
     for rank in (1, 2):
         assert agents.agents[rank].poll() is None
     agents.start(0)
-    assert wait_until(lambda: len([p for p in agents.up(0).values() if is_alive(p)]) == 6, 120)
+    is_up = wait_until(lambda: len([p for p in agents.up(0).values() if is_alive(p)]) == 6, 120)
+    assert is_up, {rank: agents.log(rank) for rank in agents.agents}
     agents.finish()
+
+
+def test_first_agent_waits_for_its_port() -> None:
+    """An agent that waits for the first one may hold its port for a moment: the job would end with bad usage."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        freed = threading.Timer(0.5, holder.close)
+        freed.start()
+        listener = Listener("127.0.0.1", port, SECRET, 5.0, lambda connection, address: None)
+        assert listener.port == port
+        listener.close()
+        freed.join()
 
 
 def test_host_that_is_frozen_is_lost_after_silence(agents: Agents) -> None:

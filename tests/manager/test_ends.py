@@ -53,10 +53,12 @@ def leased(manager: Any) -> list[Any]:
 
 @pytest.fixture
 def exiting() -> Iterator[None]:
-    """SIGTERM ends the program with an exit code, as common handlers do."""
+    """SIGTERM ends the program with an exit code, as common handlers do; Ctrl-C raises, also in a background job."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+    before_interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGINT, before_interrupt)
 
 
 @pytest.mark.parametrize("phase", ["begun", "staged"])

@@ -4,8 +4,13 @@ it."""
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -67,21 +72,47 @@ def test_job_preempted_by_slurm_saves_and_exits_75(tmp_path: Path, cache: Path) 
     assert_is_one_job("".join(seen), tmp_path)
 
 
-def test_batch_script_runs_a_job_to_completion(tmp_path: Path, cache: Path) -> None:
-    """Breaks when the script that people copy does not run."""
+def test_batch_script_restarts_a_lost_process_and_ends_well(tmp_path: Path, cache: Path) -> None:
+    """Breaks when the script that people copy does not run, or a lost process ends the job."""
     skip_without("srun")
-    log = tmp_path / "job.log"
+    log, status, steps = tmp_path / "job.log", tmp_path / "status.json", 60
     with running_slurm(tmp_path / "slurm") as conf:
-        words = ["sbatch", "--wait", "--nodes=1", "--ntasks-per-node=2", f"--output={log}", f"--chdir={ROOT}"]
-        done = subprocess.run(
-            [*words, str(SCRIPT), *flags(tmp_path, cache, 3)],
-            env=environment(1, SLURM_CONF=str(conf), PYTHON=sys.executable),
-            capture_output=True,
-            text=True,
-            timeout=200,
+        env = environment(
+            1, SLURM_CONF=str(conf), PYTHON=sys.executable, PROCESSES="2", STATUS=str(status), RESTARTS="1"
         )
-    assert done.returncode == 0, done.stderr + (log.read_text() if log.exists() else "")
-    assert "on 2 processes" in log.read_text()
+        words = ["sbatch", "--parsable", "--nodes=1", f"--output={log}", f"--chdir={ROOT}"]
+        job = output_of([*words, str(SCRIPT), *flags(tmp_path, cache, steps)], env).strip()
+
+        def shown() -> str:
+            """The job as Slurm shows it; `sbatch --wait` looks every half minute."""
+            return output_of(["scontrol", "show", "job", job], env)
+
+        killed = kill_a_worker_that_steps(status, shown)
+        while any(f"JobState={state}" in shown() for state in ("RUNNING", "COMPLETING")):
+            time.sleep(0.2)
+        assert "JobState=COMPLETED" in shown(), log.read_text()
+        assert "ExitCode=0:0" in shown()
+    said = log.read_text()
+    assert "on 2 processes" in said
+    assert f"attempt 0: process {killed} was lost (SIGKILL)" in said
+    assert f"{steps}/{steps}" in said
+    assert json.loads(status.read_text())["code"] == 0
+
+
+def kill_a_worker_that_steps(status: Path, shown: Callable[[], str]) -> int:
+    """Waits for the first step, and kills the last worker of the job."""
+    while "JobState=PENDING" in shown() or "JobState=RUNNING" in shown():
+        found = json.loads(status.read_text()) if status.exists() else {}
+        if found.get("stepped") == 0:
+            worker = found["workers"][-1]
+            os.kill(worker["pid"], signal.SIGKILL)
+            return worker["process"]
+        time.sleep(0.1)
+    raise AssertionError(f"the job ended before its first step: {shown()}")
+
+
+def output_of(words: Sequence[str], env: Mapping[str, str]) -> str:
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 @pytest.mark.parametrize("words", [["--cluster", "detect"], ["--cluster", "detect", "--coordinator", "127.0.0.1:1"]])
