@@ -33,6 +33,26 @@ def test_every_page_is_in_the_site_menu() -> None:
     assert pages == set(re.findall(r"[\w-]+\.md", menu))
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may have after `#`, on GitHub and in the site."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
+    """A reader would be led to the top of a long page, or to nothing."""
+    found = 0
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)\s:]+)\)", page.read_text()):
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            assert target.exists(), (page.name, link)
+            assert not anchor or anchor in anchors(target), (page.name, link)
+            found += 1
+    assert found > 50
+
+
 @pytest.mark.slow
 def test_site_builds_with_docstrings(tmp_path: Path) -> None:
     """`make docs` would fail, or give an empty reference."""
