@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo demo-guard demo-certify test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost docs-cli docs-session broadcast-campaign simulator-campaign policy-campaign faults bench-all
+.PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
 .PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3
 
 setup: $(STAMP)
@@ -126,6 +126,10 @@ docs-cli: setup
 
 docs-session: setup
 	$(BIN)/python -m tools.session
+
+# docs/dashboard.png: the panels of deploy/grafana.json. Needs `make setup-system`.
+docs-dashboard: setup
+	$(BIN)/python -m tools.dashboard
 
 # Installs the built wheel and its dependencies from the registry into a fresh environment, as a person does.
 test-wheel: setup

@@ -32,3 +32,4 @@ def test_benchmark_measures_and_removes_its_files(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found["ratio"] == ratio_of(found["step_ms"])
     assert min(found["step_ms"]["with"] + found["step_ms"]["without"]) > 5.0
+    assert min(found["cpu_ms"]["with"] + found["cpu_ms"]["without"]) > 0.0

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any, final
 
 from ckptkit.events import Event
-from ckptkit.goodput.exporters.metrics import METRICS, RunMetrics, Sample
+from ckptkit.goodput.exporters.metrics import METRICS, Metric, RunMetrics, Sample
 
 
 @final
@@ -36,6 +36,12 @@ class PrometheusExporter:
                 "PrometheusExporter needs prometheus_client: pip install 'ckptkit-jax[prometheus]'"
             ) from error
         self._client: Any = prometheus_client
+        core: Any = prometheus_client.core
+        self._families: dict[str, Any] = {
+            "counter": core.CounterMetricFamily,
+            "gauge": core.GaugeMetricFamily,
+            "histogram": core.HistogramMetricFamily,
+        }
         self.port = port
         self._address = address
         self._every_process = every_process
@@ -69,13 +75,15 @@ class PrometheusExporter:
 
     def describe(self) -> Iterable[Any]:
         """The names and types of all metrics, without values, for the registry."""
-        return [self._family(metric.name) for metric in METRICS]
+        return [self._family(metric) for metric in METRICS]
 
     def collect(self) -> Iterable[Any]:
         """The metrics as they are now, for the registry."""
         families: dict[str, Any] = {}
         for sample in self._metrics.samples():
-            family = families.setdefault(sample.metric.name, self._family(sample.metric.name))
+            family = families.get(sample.metric.name)
+            if family is None:
+                family = families[sample.metric.name] = self._family(sample.metric)
             values = [*sample.labels, *self._labels.values()]
             if sample.metric.kind == "histogram":
                 family.add_metric(values, _buckets(sample), sum_value=sample.value)
@@ -83,15 +91,8 @@ class PrometheusExporter:
                 family.add_metric(values, sample.value)
         return families.values()
 
-    def _family(self, name: str) -> Any:
-        metric = next(each for each in METRICS if each.name == name)
-        core = self._client.core
-        kind = {
-            "counter": core.CounterMetricFamily,
-            "gauge": core.GaugeMetricFamily,
-            "histogram": core.HistogramMetricFamily,
-        }[metric.kind]
-        return kind(metric.name, metric.about, labels=[*metric.labels, *self._labels])
+    def _family(self, metric: Metric) -> Any:
+        return self._families[metric.kind](metric.name, metric.about, labels=[*metric.labels, *self._labels])
 
 
 def _buckets(sample: Sample) -> list[tuple[str, float]]:

@@ -238,3 +238,27 @@ def test_collector_receives_metrics_and_traces(tmp_path: Path, collector: tuple[
     assert set(values) <= {(metric.name, label) for metric in METRICS for label in (
         "", "count", *(key[1] for key in values)
     )}  # fmt: skip
+
+
+def test_traces_are_bounded_and_tell_what_was_left_out() -> None:
+    """Breaks when a loop with steps of 5 ms spends its time on spans, or nobody learns that some are missing."""
+    pytest.importorskip("opentelemetry.sdk", reason="pip install '.[telemetry-test]'")
+    sdk = "opentelemetry.sdk.trace"
+    export = import_module(f"{sdk}.export")
+    memory = import_module(f"{sdk}.export.in_memory_span_exporter").InMemorySpanExporter()
+    tracers = import_module(sdk).TracerProvider()
+    tracers.add_span_processor(export.SimpleSpanProcessor(memory))
+    exporter = OpenTelemetryExporter(tracer_provider=tracers)
+    exporter.begin(0)
+    for step in range(300):
+        exporter.export(ckptkit.Event.span("step", start_s=100 + 0.01 * step, end_s=100.01 + 0.01 * step, step=step))
+        exporter.export(ckptkit.Event.span(f"made up {step}", start_s=100.0, end_s=100.0 + 1e-4 * step))
+    exporter.export(ckptkit.Event.span("step", start_s=200.0, end_s=201.0, step=300))
+    spans = memory.get_finished_spans()
+    steps = [span for span in spans if span.name == "ckptkit.step"]
+    assert 40 <= len(steps) <= 52  # 20 at once, 10 a second for 3 s, and the last
+    assert len(steps) + sum(span.attributes.get("left_out", 0) for span in steps) == 301
+    assert steps[-1].attributes["step"] == 300
+    assert 100 < len(spans) - len(steps) < 130  # of 300 names
+    (counted,) = exporter._metrics.samples_of(next(each for each in METRICS if each.name == "ckptkit_steps_total"))
+    assert counted.value == 301

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,6 +89,18 @@ def test_metrics_of_a_known_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {metric.name for metric in METRICS} - told == {"ckptkit_tier_used_ratio"}  # of a tier that has a path
 
 
+def test_counters_of_a_tier_begin_at_zero() -> None:
+    """Breaks when the first failed save is no increase to Prometheus, and the alert waits for the second."""
+    metrics = RunMetrics()
+    metrics.add(at(Kind.OPENED, 0.0, tiers=["ram"], places={}))
+    values = found(metrics)
+    for name in ("saves_failed", "saves_retried", "commits", "commit_bytes", "restores_rejected"):
+        assert values[f"ckptkit_{name}_total ram"] == values[f"ckptkit_{name}_total durable"] == 0.0
+    metrics.add(at(Kind.FAILED, 1.0, step=1, tier="ram", reason="403"))
+    metrics.add(at(Kind.OPENED, 2.0, tiers=["ram"], places={}))  # a second manager
+    assert found(metrics)["ckptkit_saves_failed_total ram"] == 1.0
+
+
 def test_share_of_a_tier_in_use_is_asked_when_it_is_shown(tmp_path: Path) -> None:
     """Breaks when a ramdisk fills up between two saves, and no alert sees it; or a path that is gone ends the rest."""
     metrics = RunMetrics()
@@ -122,6 +136,29 @@ def test_exporter_that_hangs_drops_events_and_never_waits() -> None:
     assert taken == sorted(taken)
 
 
+def test_exporter_that_works_hard_pauses_for_the_step_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks when a step that ends during a burst of exports waits for the end of the burst."""
+    now = {"s": 0.0}
+    monkeypatch.setattr(clock, "monotonic_s", lambda: now["s"])
+    go_on, all_there, pauses = threading.Event(), threading.Event(), []
+
+    def work(value: int) -> None:
+        go_on.wait(30)
+        now["s"] += 2**-13
+        if value == 99:
+            all_there.set()
+
+    values = HandOver(work, name="ckptkit-test")
+    wait = values._ended.wait
+    monkeypatch.setattr(values._ended, "wait", lambda timeout_s: pauses.append(timeout_s) or wait(timeout_s))
+    for value in range(100):
+        values.put(value)
+    go_on.set()
+    assert all_there.wait(30)
+    values.close()
+    assert len([pause for pause in pauses if pause < 0.01]) == 50  # 0.2 ms are over after each second value
+
+
 class Failing:
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -148,3 +185,17 @@ def test_exporter_that_raises_is_logged_once(tmp_path: Path, caplog: pytest.LogC
     assert exporter.calls == ["begin 3", *["called"] * 20, "close"]
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 20
+
+
+def test_metric_is_worked_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks when OpenTelemetry, which asks for one metric at a time, works out all of them each time."""
+    asked: list[str] = []
+    monkeypatch.setattr(os, "statvfs", lambda place: asked.append(place) or SimpleNamespace(f_blocks=4, f_bavail=1))
+    monkeypatch.setattr(clock, "wall_s", lambda: 50.0)
+    metrics = RunMetrics()
+    for event in [*RUN, at(Kind.OPENED, 40.0, places={"ram": "/ram"})]:
+        metrics.add(event)
+    one_by_one = [sample for metric in METRICS for sample in metrics.samples_of(metric)]
+    assert asked == ["/ram"]
+    assert one_by_one == metrics.samples()
+    assert metrics.samples(100.0) != metrics.samples()  # as of then
