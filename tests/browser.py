@@ -31,3 +31,16 @@ def in_browser(page: Path, profile: Path) -> tuple[str, str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
+
+
+def overflow_in_browser(page: Path, profile: Path, *, width: int) -> int:
+    """By how many pixels the page is wider than a window of `width`: a reader would scroll sideways for each line."""
+    frame = page.with_name("frame.html")
+    measure = "const root = frame.contentDocument.documentElement; document.title = root.scrollWidth - root.clientWidth"
+    style = f"width: {width}px; height: 800px; border: 0"
+    frame.write_text(f'<iframe id="frame" src="{page.name}" style="{style}" onload="{measure}"></iframe>')
+    words = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    words += " --disable-component-update --disable-sync --allow-file-access-from-files --dump-dom"
+    command = [str(CHROMIUM), *words.split(), f"--user-data-dir={profile}", frame.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return int(done.stdout.split("<title>")[1].split("</title>")[0])

@@ -88,8 +88,7 @@ def goodput(
     costs = _costs(report, logs, price, hosts)
     name = _run_name(directory.resolve())
     if html:
-        bill = None if costs is None else costs.bill
-        write_whole(html, goodput_page(report, timeline_of(logs), title=f"Goodput of {name}", bill=bill))
+        write_whole(html, _page(report, timeline_of(logs), f"Goodput of {name}", costs))
     if png:
         write_picture(png, report)
     if prometheus:
@@ -131,6 +130,12 @@ def _costs(
     return _Costs(bill=bill_of(report, of_job), better=better_interval(report, events))
 
 
+def _page(report: GoodputReport, run: Timeline, title: str, costs: _Costs | None) -> str:
+    if costs is None:
+        return goodput_page(report, run, title=title)
+    return goodput_page(report, run, title=title, bill=costs.bill, savings=list(_saving_lines(costs)))
+
+
 def _cost_lines(report: GoodputReport, costs: _Costs | None) -> Iterable[str]:
     """The cost of the run, and the setting that would have saved most of it, with the arithmetic."""
     if costs is None:
@@ -140,6 +145,12 @@ def _cost_lines(report: GoodputReport, costs: _Costs | None) -> Iterable[str]:
         f"cost {text(bill.total)}: {time_text(report.wall_s)} at {bill.price.rate_text}; "
         f"{text(bill.badput)} of it was not productive"
     )
+    yield from _saving_lines(costs)
+
+
+def _saving_lines(costs: _Costs) -> Iterable[str]:
+    """The setting that would have saved most, with the arithmetic; nothing where none is known."""
+    bill, text = costs.bill, costs.bill.price.host_h.text
     if costs.better is not None and costs.saved > 0:
         better = costs.better
         yield (
@@ -288,8 +299,8 @@ _HELP = {
     "ckptkit_steps_lost": "Steps that were done again after a loss.",
     "ckptkit_disruptions": "Losses of a process or host.",
     "ckptkit_resume_seconds": "Mean time from a loss to the end of the first step after it, by phase.",
-    "ckptkit_save_stall_seconds": "Time that a save blocked the step loop, by quantile.",
-    "ckptkit_commit_seconds": "Median time until a save was committed, by tier.",
+    "ckptkit_run_save_stall_seconds": "Time that a save blocked the step loop, by quantile.",
+    "ckptkit_run_commit_seconds": "Median time until a save was committed, by tier.",
     "ckptkit_restored_bytes": "Bytes that restores took, by tier.",
 }
 _Sample = tuple[str, dict[str, str], float]
@@ -321,9 +332,9 @@ def _samples(report: GoodputReport) -> Iterable[_Sample]:
         yield "ckptkit_resume_seconds", {"phase": phase}, seconds
     for quantile, stall_ms in (("0.5", saves.stall_ms_p50), ("0.99", saves.stall_ms_p99)):
         if stall_ms is not None:
-            yield "ckptkit_save_stall_seconds", {"quantile": quantile}, stall_ms / 1e3
+            yield "ckptkit_run_save_stall_seconds", {"quantile": quantile}, stall_ms / 1e3
     for tier, seconds in saves.commit_s_p50.items():
-        yield "ckptkit_commit_seconds", {"tier": tier}, seconds
+        yield "ckptkit_run_commit_seconds", {"tier": tier}, seconds
     served: dict[str, int] = {}
     for restore in report.restores:
         for tier, size in restore.source_bytes.items():

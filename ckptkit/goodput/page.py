@@ -74,9 +74,11 @@ _PATTERNS = """
 """
 
 
-def goodput_page(report: GoodputReport, run: Timeline, *, title: str, bill: Bill | None = None) -> str:
-    """The page, with costs where there is a `bill`. At most 4,000 stretches and 2,000 marks a lane are drawn: more are
-    merged."""
+def goodput_page(
+    report: GoodputReport, run: Timeline, *, title: str, bill: Bill | None = None, savings: Sequence[str] = ()
+) -> str:
+    """The page, with costs where there is a `bill`, and what would have made them less (`savings`, line by line). At
+    most 4,000 stretches and 2,000 marks a lane are drawn: more are merged."""
     began = datetime.datetime.fromtimestamp(run.origin_s, datetime.UTC)
     return "\n".join(
         [
@@ -93,7 +95,7 @@ def goodput_page(report: GoodputReport, run: Timeline, *, title: str, bill: Bill
             _legend(),
             "<h2>Where the time went</h2>",
             f'<div class="wide">{_bars(report)}</div>',
-            *([] if bill is None else ["<h2>What it cost</h2>", _costs(bill)]),
+            *([] if bill is None else ["<h2>What it cost</h2>", _costs(bill, savings)]),
             "<h2>What each loss cost</h2>",
             _losses(report, run),
             "<h2>How long saves held the step loop</h2>",
@@ -196,13 +198,14 @@ def _bars(report: GoodputReport) -> str:
     return "".join([*drawn, "</svg>"])
 
 
-def _costs(bill: Bill) -> str:
+def _costs(bill: Bill, savings: Sequence[str]) -> str:
     text = bill.price.host_h.text
     parts = sorted(bill.parts.items(), key=lambda item: (item[0] != Part.PRODUCTIVE, -item[1]))
     rows = [("all", bill.total), *((_name(part), cost) for part, cost in parts if cost > 0)]
     cells = "".join(f"<tr><td>{_text(name)}</td><td class=n>{_text(text(cost))}</td></tr>" for name, cost in rows)
     head = "<tr><th>kind of time</th><th class=n>cost</th></tr>"
-    return f"<p>{_text(bill.price.rate_text)}</p><table>{head}{cells}</table>"
+    told = "".join(f"<p>{_text(line.strip())}</p>" for line in [bill.price.rate_text, *savings])
+    return f"{told}<table>{head}{cells}</table>"
 
 
 def _losses(report: GoodputReport, run: Timeline) -> str:

@@ -16,7 +16,16 @@ from typing import Any
 
 from ckptkit.events import Event, Kind
 from ckptkit.goodput.parts import PAUSES, Interval, Part, is_known, part_of, partition, sum_parts
-from ckptkit.goodput.runs import Attempt, StepsFrom, attempts_of, clock_of, intervals, start_s, steps_from_of
+from ckptkit.goodput.runs import (
+    Attempt,
+    StepsFrom,
+    attempts_of,
+    clock_of,
+    intervals,
+    lost_attempts,
+    start_s,
+    steps_from_of,
+)
 
 _NOT_TRAINING = (
     Part.INITIALIZATION,
@@ -242,18 +251,15 @@ def _without(stretches: Sequence[tuple[float, float]], pauses: Sequence[tuple[fl
 def _disruptions(
     attempts: Sequence[Attempt], launcher: Sequence[Event], segments: Sequence[Interval]
 ) -> tuple[Disruption, ...]:
-    """One per loss that the launcher saw; without a launcher one per attempt that had a successor and had not
-    finished: a run that is made longer has lost nothing.
-    """
     losses = {event.fields["attempt"]: event for event in launcher if event.kind == Kind.DISRUPTED}
-    lost = losses if launcher else [attempt.number for attempt in attempts[:-1] if not attempt.is_finished]
-    return tuple(_disruption(number, losses.get(number), attempts, segments) for number in sorted(lost))
+    lost = lost_attempts(attempts, launcher)
+    return tuple(_disruption(number, losses.get(number), attempts, segments) for number in lost)
 
 
 def _disruption(
     number: int, loss: Event | None, attempts: Sequence[Attempt], segments: Sequence[Interval]
 ) -> Disruption:
-    preempted = any(event.kind == Kind.PREEMPTED for a in attempts if a.number == number for event in a.events)
+    preempted = any(each.was_preempted for each in attempts if each.number == number)
     done = {step for a in attempts if a.number <= number for step, _ in a.steps}
     later = [pair for a in attempts if a.number > number for pair in a.steps]
     at_s = loss.at_s if loss else max(a.last_s for a in attempts if a.number == number)

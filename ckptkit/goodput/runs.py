@@ -100,6 +100,11 @@ class Attempt(NamedTuple):
         return [(step, span) for step, span in self.steps if self.redone.keeps(step, span)]
 
     @property
+    def was_preempted(self) -> bool:
+        """Whether it saved a last step because the scheduler wanted its machines."""
+        return any(event.kind == Kind.PREEMPTED for event in self.events)
+
+    @property
     def up_s(self) -> float:
         """From process 0's first sign of life to its last."""
         return 0.0 if self.first_s is None else self.last_s - self.first_s
@@ -114,7 +119,7 @@ class Attempt(NamedTuple):
             return True
         primary = [event for event in self.events if event.process == 0] or self.events
         closed = max((e for e in primary if e.kind == Kind.CLOSED), key=lambda event: event.at_s, default=None)
-        if closed is None or closed.fields.get("failed") or any(e.kind == Kind.PREEMPTED for e in self.events):
+        if closed is None or closed.fields.get("failed") or self.was_preempted:
             return False
         return not any(event.kind in _SIGNS and event.at_s > closed.at_s for event in primary)
 
@@ -229,6 +234,23 @@ def start_s(event: Event) -> float:
     return event.at_s - max(0.0, event.fields["duration_s"]) if event.kind == Kind.SPAN else event.at_s
 
 
+def lost_attempts(attempts: Sequence[Attempt], launcher: Sequence[Event]) -> list[int]:
+    """The numbers of the attempts that were lost.
+
+    The launcher's log decides for the attempts of which it has the end. Any other one was lost if it has a successor
+    and had not finished: a run that is made longer has lost nothing.
+    """
+    told = {event.fields["attempt"] for event in launcher if event.kind == Kind.DISRUPTED}
+    ended, running = set[int](), None
+    for event in launcher:
+        if event.kind in (Kind.STARTED, Kind.RELAUNCHED):
+            running = event.fields["attempt"]
+        elif event.kind == Kind.FINISHED and running is not None:
+            ended.add(running)
+    untold = {each.number for each in attempts[:-1] if not each.is_finished and each.number not in ended}
+    return sorted(told | untold)
+
+
 def clock_of(attempts: Sequence[Attempt], launcher: Sequence[Event]) -> tuple[float, float]:
     """When the run began and ended. Raises ValueError where no process logged an event.
 
@@ -251,6 +273,7 @@ def intervals(
     """Every claim to the time between the two ends of `clock_s`."""
     yield Interval(*clock_s, Part.OTHER, 0)
     idle_from_s, idle_part = clock_s[0], Part.INITIALIZATION
+    lost = lost_attempts(attempts, launcher)
     for attempt in attempts:
         if attempt.first_s is None:  # process 0 was lost before its first event: the gap goes on
             continue
@@ -262,7 +285,7 @@ def intervals(
             if part is not None:
                 yield Interval(start_s(span), span.at_s, part, 2)
         idle_from_s = max((span.at_s for span in attempt.spans), default=attempt.first_s)
-        idle_part = Part.STOPPED if attempt.is_finished else Part.RECOVERY
+        idle_part = Part.RECOVERY if attempt.number in lost or attempt.was_preempted else Part.STOPPED
     last_loss_s = max((e.at_s for e in launcher if e.kind == Kind.DISRUPTED), default=-math.inf)
     if last_loss_s >= max((a.first_s for a in attempts if a.first_s is not None), default=math.inf):
         yield Interval(idle_from_s, clock_s[1], Part.RECOVERY, 1)  # lost, and nobody came back

@@ -16,8 +16,9 @@ import pytest
 from ckptkit.cli import main
 from ckptkit.events import EventLog, Kind
 from ckptkit.goodput import goodput_page, goodput_report, load_run, timeline_of
+from ckptkit.goodput.exporters import METRICS
 from ckptkit.util import clock
-from tests.browser import in_browser, needs_browser, pictured
+from tests.browser import in_browser, needs_browser, overflow_in_browser, pictured
 
 
 @pytest.fixture
@@ -96,6 +97,7 @@ def test_prometheus_text_is_valid(run_dir: Path, tmp_path: Path):
     assert math.fsum(seconds) == pytest.approx(goodput_report(load_run(run_dir)).wall_s)
     names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
+    assert {metric.name for metric in METRICS}.isdisjoint(names)  # of the same run, with another type
 
 
 def test_tensorboard_and_picture_are_written(run_dir: Path, tmp_path: Path):
@@ -222,6 +224,16 @@ def test_page_is_dark_where_the_reader_wants_that(run_dir: Path, tmp_path: Path)
     assert np.median(dark) < 0.2
 
 
+@needs_browser
+def test_page_fits_a_phone(run_dir: Path, tmp_path: Path) -> None:
+    """The person who is called at night would scroll sideways for each line."""
+    page = tmp_path / "report.html"
+    assert main(["goodput", str(run_dir), "--html", str(page), "--price", "2.5/h"]) == 0
+    assert overflow_in_browser(page, tmp_path / "profile", width=390) == 0
+    page.write_text(page.read_text().replace('class="wide"', ""))
+    assert overflow_in_browser(page, tmp_path / "profile", width=390) > 0  # as it would be: tables keep their width
+
+
 def test_each_loss_links_to_its_log_lines(run_dir: Path, tmp_path: Path) -> None:
     """The reader of the page would search the logs of a thousand hosts for the moment of the loss."""
     page = tmp_path / "report.html"
@@ -278,6 +290,10 @@ def test_better_interval_is_named_with_its_arithmetic(
     out = capsys.readouterr().out
     assert re.search(r"ram every 5\d(\.\d)? s instead of every 10 s would have saved", out), out
     assert "1 s/10 s + 10 s/(2 x 22.2 min) = 10.38% now" in out
+    assert main(["goodput", str(tmp_path), "--price", "36", "--html", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "would have saved" in text
+    assert "1 s/10 s + 10 s/(2 x 22.2 min) = 10.38% now" in text
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,24 @@ def test_closed_manager_is_a_normal_end(end: dict[str, bool] | None, losses: int
     assert (report.parts_s[Part.STOPPED] > 90) is (losses == 0)
 
 
+@pytest.mark.parametrize(
+    ("told", "losses"),
+    [
+        ([at(Kind.FINISHED, 10.0, process=-1, code=0)], 0),  # nobody closed the manager
+        ([at(Kind.DISRUPTED, 10.0, process=-1, attempt=0, lost=1, cause="SIGKILL")], 1),
+        ([], 1),  # the launcher was lost too
+    ],
+)
+def test_log_of_the_launcher_decides_what_a_loss_is(told: list[Event], losses: int) -> None:
+    """Breaks when the night between two runs counts as recovery, or a host that took its launcher along as no loss."""
+    launcher = [at(Kind.STARTED, 0.0, process=-1, attempt=0), *told, at(Kind.STARTED, 99.0, process=-1, attempt=1)]
+    second = [at(Kind.STARTED, 100.0, attempt=1), *healthy(begin_s=100.0, first=5)[1:]]
+    report = goodput_report([healthy(), second, launcher])
+    assert len(report.disruptions) == losses
+    assert (report.parts_s[Part.STOPPED] > 90) is (losses == 0)
+    assert (report.parts_s[Part.RECOVERY] > 90) is (losses == 1)
+
+
 def test_manager_that_closes_early_is_no_end() -> None:
     """Breaks when a manager that was closed before the training makes the kill in mid-run a normal end."""
     log = healthy()
