@@ -67,7 +67,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       saving: how a save keeps the state alive, waits for earlier ones, fails, and compares data replicas.
       restoring: what a restore proves, and whether data replicas read for each other.
       processes: how long the processes of a job wait for each other, and how they read each other's fast tiers.
-      progress: shows on a terminal or in a notebook how far a restore, or a wait for saves, of more than 5 s has come.
+      progress: shows on a terminal or in a notebook how far a save, a restore or a wait of more than 5 s has come.
       deprecated: fields of these three as keywords of their own (`DEPRECATED_KEYWORDS`), with a DeprecationWarning.
 
     Raises the errors of Orbax's constructor for the shared arguments. Raises `TierUnusableError` for a tier that cannot
@@ -179,7 +179,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         began, step = Began(), saved_step_number(step)
         heartbeat.beat(step)
-        with self._account.saving(step) as account, self._saver.entered(step) as call:
+        with self._account.saving(step, self._pipeline.under_way) as account, self._saver.entered(step) as call:
             self._resumer.refuse_while_pending("save")
             self._pipeline.outcomes.raise_failure(in_save=True)
             by_name, default_item = self._durable.stock.save_args(items, save_kwargs, args)

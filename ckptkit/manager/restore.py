@@ -176,7 +176,8 @@ class Resumer:
     def _given(self, restored: Restored, rejected: Sequence[Rejection], began: Began, directory: Any) -> Any:
         """The restored items, as Orbax would return them."""
         sources = ", ".join(f"{tier} ({nbytes} bytes)" for tier, nbytes in restored.read_bytes.items())
-        _log.info(
+        _log.log(
+            logging.INFO if self._components.job.coordinator.process == 0 else logging.DEBUG,  # one line in a job
             "restore: step %d from %s in %.2f s; rejected: %s",
             restored.save_id.step,
             sources or "no tier (0 bytes)",

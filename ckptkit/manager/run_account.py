@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from ckptkit.events import EventLog, Kind
 from ckptkit.model.tiers import PEER, Tier
 from ckptkit.save.under_way import SavesUnderWay, described
 from ckptkit.util import clock
-from ckptkit.util.waits import Meter, told
+from ckptkit.util.waits import Meter, is_watched, told
 
 _log = logging.getLogger("ckptkit")
 _NOTICED_S = 1e-3  # a call that saved nothing, and was shorter than this, is not a span
@@ -55,11 +55,16 @@ class RunAccount:
         )
 
     @contextmanager
-    def saving(self, step: int | None = None) -> Iterator[SaveCall]:
-        """A call that saves `step`, or (None) waits for saves."""
+    def saving(self, step: int | None = None, under_way: SavesUnderWay | None = None) -> Iterator[SaveCall]:
+        """A call that saves `step`, or (None) waits for saves.
+
+        A person who watches sees how far the saves `under_way` have come: the call may wait for the one before.
+        """
         call, begun_s, failed = SaveCall(), clock.monotonic_s(), True
+        seen = under_way if self._progress and is_watched() else None
         try:
-            yield call
+            with nullcontext() if seen is None else told(_text_of(seen, "save "), show=True):
+                yield call
             failed = False
         finally:
             duration_s = clock.monotonic_s() - begun_s
@@ -72,14 +77,7 @@ class RunAccount:
     @contextmanager
     def waiting(self, under_way: SavesUnderWay) -> Iterator[None]:
         """A call that waits for saves."""
-        meter, (_, before_bytes) = Meter(), under_way.progress()
-
-        def text() -> str:
-            meter.at(under_way.progress()[1] - before_bytes)
-            written = meter.text()
-            return f"waits for {described(under_way.left())}{f': {written} written' if written else ''}"
-
-        with self.saving(), told(text, show=self._progress):
+        with self.saving(), told(_text_of(under_way), show=self._progress):
             yield
 
     @contextmanager
@@ -116,6 +114,19 @@ class RunAccount:
     def _span(self, name: str, step: int | None, duration_s: float, *, failed: bool) -> None:
         extra: dict[str, Any] = {"failed": True} if failed else {}
         self._events.emit(Kind.SPAN, step=step, span=name, duration_s=round(duration_s, 6), **extra)
+
+
+def _text_of(under_way: SavesUnderWay, caller: str = "") -> Callable[[], str]:
+    """The saves that a wait waits for, and how far they have come, as text."""
+    meter, (_, before_bytes) = Meter(), under_way.progress()
+    meter.begin(under_way.left_bytes())
+
+    def text() -> str:
+        meter.at(under_way.progress()[1] - before_bytes)
+        written = meter.text()
+        return f"{caller}waits for {described(under_way.left())}{f': {written}' if written else ''}"
+
+    return text
 
 
 def _is_unwinding() -> bool:

@@ -226,7 +226,7 @@ class SavePipeline:
 
     def _stage_and_hand_over(self, save: Save, items: SaveItems, start_s: float, turn: Admission) -> SaveProtocol:
         description, save_id = save.description, save.save_id
-        self.under_way.begin(save_id.step, save.due)
+        self.under_way.begin(save_id.step, save.due, share_bytes=description.held_bytes)
         self.outcomes.phase(save_id, "begun")
         try:
             self.outcomes.raise_if_stopped()

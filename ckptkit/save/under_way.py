@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import final
 
+from ckptkit.model.tiers import DURABLE
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
 
@@ -26,12 +27,18 @@ class SavesUnderWay:
         self._written_bytes = written_bytes
         self._changed = threading.Condition()
         self._tiers: dict[int, list[str]] = {}
+        self._durable_bytes: dict[int, int] = {}  # of the saves that the durable tier has still to reach
+        self._counted_bytes = 0  # had been written when these began to be
         self._advances = 0
 
-    def begin(self, step: int, tiers: frozenset[str]) -> None:
-        """A save of `step` has begun, that is due in `tiers`."""
+    def begin(self, step: int, tiers: frozenset[str], *, share_bytes: int = 0) -> None:
+        """A save of `step` has begun, that is due in `tiers`; this process writes at most `share_bytes` to each."""
         with self._changed:
             self._tiers[step] = sorted({*self._tiers.get(step, []), *tiers})
+            if DURABLE in tiers:
+                if not self._durable_bytes:
+                    self._counted_bytes = self._written_bytes()
+                self._durable_bytes[step] = share_bytes
             self._advance()
 
     def advance(self) -> None:
@@ -45,7 +52,15 @@ class SavesUnderWay:
             left = [each for each in self._tiers.pop(step, []) if tier is not None and each != tier]
             if left:
                 self._tiers[step] = left
+            if DURABLE not in left and self._durable_bytes.pop(step, None) is not None:
+                self._counted_bytes = self._written_bytes()  # durable saves are written one after the other
             self._advance()
+
+    def left_bytes(self) -> int:
+        """The bytes that this process has still to write to the durable tier, at most: compression and unchanged leaves
+        make them less."""
+        with self._changed:
+            return max(0, sum(self._durable_bytes.values()) - self._written_bytes() + self._counted_bytes)
 
     def left(self) -> dict[int, list[str]]:
         """The tiers that each save has not reached yet, by step."""

@@ -409,6 +409,9 @@ def last_save(job: Job) -> None:
 def main(process: int, port: str, root: Path) -> None:
     import jax
 
+    import ckptkit
+
+    ckptkit.log_to("INFO", stream=sys.stdout)
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
     job = Job(process, root)
     for part in (tier_policies, casts, newer_style, nnx_state, overdue, keeping, other_primary, resuming, last_save):
