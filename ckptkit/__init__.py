@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from ckptkit.guard import Spike as Spike
     from ckptkit.guard import replay as replay
     from ckptkit.inspection import list_steps as list_steps
+    from ckptkit.job.data.batches import ElasticBatches as ElasticBatches
     from ckptkit.manager import CheckpointManager as CheckpointManager
     from ckptkit.manager import RestoreHandle as RestoreHandle
     from ckptkit.manager import StepRecord as StepRecord

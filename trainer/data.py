@@ -1,7 +1,8 @@
 """The data pipeline: a global order of batches that no process count can change.
 
 The position is one number, the next step. Row r of step k holds record `shuffled[k x global_batch + r]`, where no guard
-has skipped batches, and each process reads the rows that its devices hold, whichever these are.
+has skipped batches, and each process reads the rows that its devices hold, whichever these are
+(`ckptkit.ElasticBatches`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ckptkit import ElasticBatches
 from ckptkit.guard import GuardRecord, Skips
 from ckptkit.job.coordination import Coordinator, gather
 from tools.corpus import Corpus
@@ -99,17 +101,6 @@ def shuffled_ids(records: int, seed: int) -> grain.MapDataset:
     return grain.MapDataset.range(records).seed(seed).shuffle().repeat()
 
 
-def batch_ids(ids: Sequence[int] | grain.MapDataset, step: int, global_batch: int, rows: np.ndarray) -> np.ndarray:
-    """Record ids of some rows of a step: int64[len(rows)]."""
-    return np.array([ids[step * global_batch + int(row)] for row in rows], np.int64)
-
-
-def local_rows(sharding: NamedSharding, global_batch: int) -> np.ndarray:
-    """The rows that this process's devices hold, each once, ascending: int64[rows]."""
-    boxes = sharding.addressable_devices_indices_map((global_batch,)).values()
-    return np.unique(np.concatenate([np.arange(global_batch)[box] for box in boxes if box is not None]))
-
-
 def open_batches(corpus: Corpus, position: Position, sharding: NamedSharding, *, steps: int) -> Iterator[Batch]:
     """Yield the batches of steps `position.step` to `steps`; records are read and decoded ahead by threads.
 
@@ -122,24 +113,29 @@ def open_batches(corpus: Corpus, position: Position, sharding: NamedSharding, *,
     if not Path(corpus.path).exists():
         raise InputError(f"{corpus.path}: the records disappeared after their index was read; build the corpus again")
     source = grain.sources.ArrayRecordDataSource([corpus.path])
-    ids = shuffled_ids(corpus.records, position.seed)
-    rows = local_rows(sharding, position.global_batch)
     shape = (position.global_batch, corpus.record_bytes)
 
-    skips = position.skips
-
-    def read(step: int) -> tuple[int, np.ndarray, np.ndarray]:
-        records = batch_ids(ids, skips.batch_of(step), position.global_batch, rows)
-        found = source.__getitems__(records.tolist())  # pyright: ignore[reportAttributeAccessIssue]
+    def read(ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        found = source.__getitems__(ids)  # pyright: ignore[reportAttributeAccessIssue]
         tokens = [np.frombuffer(record, np.uint8) for record in found]
-        return step, np.stack([rows, records], axis=1), np.stack(tokens).astype(np.int32)
+        return np.array(ids, np.int64), np.stack(tokens).astype(np.int32)
 
-    steps_to_do = grain.MapDataset.range(position.step, max(steps, position.step + 1)).map(read)
-    options = grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=STEPS_AHEAD)
-    for step, row_ids, local in steps_to_do.to_iter_dataset(options):
-        if step >= steps:
-            return
-        yield Batch(step, row_ids, _to_global(local, rows, sharding, shape))
+    batches = ElasticBatches(
+        shuffled_ids(corpus.records, position.seed),
+        position.global_batch,
+        rows=sharding,
+        batch_fn=read,
+        batch_of=position.skips.batch_of,
+        first_step=position.step,
+        read_options=grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=STEPS_AHEAD),
+    )
+    try:
+        for step in range(position.step, steps):
+            ids, local = next(batches)
+            rows = np.stack([batches.rows, ids], axis=1)
+            yield Batch(step, rows, _to_global(local, batches.rows, sharding, shape))
+    finally:
+        batches.close()
 
 
 def _to_global(local: np.ndarray, rows: np.ndarray, sharding: NamedSharding, shape: tuple[int, int]) -> jax.Array:

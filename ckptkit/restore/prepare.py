@@ -10,6 +10,7 @@ from typing import Any, final
 
 from ckptkit.errors import UnsuitedSaveError
 from ckptkit.job.coordination import Coordinator
+from ckptkit.job.data.position import joined
 from ckptkit.model.boxes import boxes_by_process
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.restore.handler_files import StoredFiles, is_of_files, stored_files
@@ -72,7 +73,8 @@ class Preparer:
             }
             answers = self._answers(save_id, holdings.manifests, asked, files)
             targets = self._targets(save_id, answers)
-            inline = self._inline(holdings.manifests, [item for item in asked.inline if item not in files])
+            small = {item: arg for item, arg in asked.inline.items() if item not in files}
+            inline = self._inline(holdings.manifests, small)
             plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
         return Prepared(
             asked=asked, answers=answers, targets=targets, inline=inline, files=files, plan=plan, holdings=holdings
@@ -118,27 +120,43 @@ class Preparer:
             for target in targets_of(item, answer.wanted, answer.leaves, step=save_id.step, where=where)
         ]
 
-    def _inline(self, manifests: Sequence[Manifest], names: Sequence[str]) -> dict[str, Any]:
-        """The small items. A data iterator's state belongs to one process out of as many as there were."""
+    def _inline(self, manifests: Sequence[Manifest], wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """The small items, by name."""
         inline = {}
-        for name in names:
+        for name, arg in wanted.items():
             holders = [manifest for manifest in manifests if name in manifest.inline]
-            if holders[0].inline[name]["kind"] == "grain":
-                holders = [m for m in holders if m.writer.process == self._coordinator.process]
-                count = manifests[0].writer.count
-                if count == self._coordinator.count and not holders:
-                    raise UnsuitedSaveError(
-                        f"item {name!r} is a data iterator, and no reachable process holds the state that process "
-                        f"{self._coordinator.process} of {count} saved; keep copies on other hosts (Tier.peer), or one "
-                        "global position in a JSON item"
-                    )
-                if count != self._coordinator.count:
-                    raise UnsuitedSaveError(
-                        f"item {name!r} is a data iterator saved by {count} processes, and this job has "
-                        f"{self._coordinator.count}: restore on {count}, or keep one global position in a JSON item"
-                    )
             inline[name] = holders[0].inline[name]
+            if inline[name]["kind"] == "grain":
+                inline[name] = self._iterator(name, holders, arg)
         return inline
+
+    def _iterator(self, name: str, holders: Sequence[Manifest], arg: Any) -> Mapping[str, Any]:
+        """The state of a data iterator: the job's, or that of one process out of as many as there were.
+
+        Raises `UnsuitedSaveError` if no reachable process holds it.
+        """
+        needed = getattr(getattr(arg, "item", None), "streams", ())
+        try:
+            state = joined([manifest.inline[name]["value"] for manifest in holders], needed)
+        except ValueError as error:
+            raise UnsuitedSaveError(f"item {name!r}: {error}; keep copies on other hosts (Tier.peer)") from error
+        if state is not None:
+            return {**holders[0].inline[name], "value": state}
+        mine = [m.inline[name] for m in holders if m.writer.process == self._coordinator.process]
+        count = holders[0].writer.count
+        if count != self._coordinator.count:
+            raise UnsuitedSaveError(
+                f"item {name!r} is a data iterator saved by {count} processes, and this job has "
+                f"{self._coordinator.count}: restore on {count}, or read the data with ckptkit.ElasticBatches, whose "
+                "position is that of any number of processes"
+            )
+        if not mine:
+            raise UnsuitedSaveError(
+                f"item {name!r} is a data iterator, and no reachable process holds the state that process "
+                f"{self._coordinator.process} of {count} saved; keep copies on other hosts (Tier.peer), or read the "
+                "data with ckptkit.ElasticBatches"
+            )
+        return mine[0]
 
 
 def only_by_orbax(asked: SortedRequest) -> str:

@@ -98,5 +98,6 @@ def _is_common(context: orbax_v1.Context, name: str, recorded: str) -> bool:
 
 
 def _is_grain(value: Any) -> bool:
+    """Whether a value is an iterator of Grain's, or derived from one, like `ElasticBatches`."""
     is_iterator = hasattr(value, "get_state") and hasattr(value, "set_state")
-    return is_iterator and type(value).__module__.split(".")[0] == "grain"
+    return is_iterator and any(base.__module__.split(".")[0] == "grain" for base in type(value).__mro__)

@@ -1,5 +1,7 @@
 """A job that saves a state over all its devices, or restores every root it is given without a template.
 
+Its data iterators go on with the records that the saving job did not take, on any number of processes.
+
 Run by `test_restore_anywhere.py`: prints one line of JSON, root -> leaf -> the hex digest of its bytes.
 """
 
@@ -11,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +22,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ckptkit
 from ckptkit.surgery import Rename, Skip, Take, restore_into
+
+DATA = ("index", "streams")
 
 
 def state() -> dict[str, Any]:
@@ -57,10 +62,28 @@ def digests(tree: Any) -> dict[str, str]:
     return {jax.tree_util.keystr(path): hashlib.sha256(local_bytes(leaf)).hexdigest() for path, leaf in flat}
 
 
+def batches(kind: str) -> ckptkit.ElasticBatches:
+    """This process's rows of batches of 8 out of 5 epochs of 20 shuffled records, by index or from 4 streams."""
+    data = grain.MapDataset.range(20)
+    if kind == "index":
+        return ckptkit.ElasticBatches(data.seed(3).shuffle().repeat(5), 8)
+    return ckptkit.ElasticBatches([data[part::4].seed(3).shuffle().repeat(5).to_iter_dataset() for part in range(4)], 8)
+
+
+def take(iterator: ckptkit.ElasticBatches, steps: int) -> list[tuple[int, int]]:
+    """The rows and records of so many steps."""
+    return [pair for _ in range(steps) for pair in zip(iterator.rows.tolist(), next(iterator).tolist(), strict=True)]
+
+
 def save(directory: Path) -> None:
-    args = ocp.args.Composite(state=ocp.args.StandardSave(state()), data=ocp.args.JsonSave({"at": 3}))
+    items = {"state": ocp.args.StandardSave(state()), "data": ocp.args.JsonSave({"at": 3})}
+    args = ocp.args.Composite(**items)
+    iterators = {kind: batches(kind) for kind in DATA}
+    for iterator in iterators.values():
+        take(iterator, 3)
+    iterated = {kind: grain.checkpoint.CheckpointSave(each) for kind, each in iterators.items()}  # pyright: ignore[reportCallIssue]
     with ckptkit.CheckpointManager(directory / "ours") as manager:
-        manager.save(3, args=args)
+        manager.save(3, args=ocp.args.Composite(**items, **iterated))
     with ocp.CheckpointManager(directory / "stock") as stock:
         stock.save(3, args=args)
 
@@ -80,12 +103,23 @@ def take_apart(root: Path) -> dict[str, Any]:
     return taken
 
 
+def check_batches(manager: ckptkit.CheckpointManager) -> None:
+    """The iterators go on where the saving job's were, with this job's rows."""
+    found, expected = ({kind: batches(kind) for kind in DATA} for _ in range(2))
+    wanted = {kind: grain.checkpoint.CheckpointRestore(each) for kind, each in found.items()}  # pyright: ignore[reportCallIssue]
+    manager.restore(3, args=ocp.args.Composite(**wanted))
+    for kind in DATA:
+        assert take(expected[kind], 12)[3 * len(found[kind].rows) :] == take(found[kind], 9), kind
+
+
 def restore(roots: list[Path]) -> dict[str, Any]:
     found = {}
     for root in roots:
         with ckptkit.CheckpointManager(root, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
             restored = manager.restore(3)
             assert restored["data"] == {"at": 3}
+            if root.name == "ours":
+                check_batches(manager)
         found[str(root)] = digests(restored["state"]) | digests(take_apart(root))
     return found
 

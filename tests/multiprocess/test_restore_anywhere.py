@@ -1,6 +1,6 @@
 """A step restores without a template on any devices: of one process or several, more or fewer than it was saved on.
 
-So do parts of it by surgery, and what a follower is given.
+So do parts of it by surgery, what a follower is given, and positions in the data.
 """
 
 from __future__ import annotations

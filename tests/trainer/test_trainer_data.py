@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
+from ckptkit import ElasticBatches
 from tools.corpus import build_corpus
 from trainer.config import InputError
 from trainer.data import (
     Position,
-    batch_ids,
-    local_rows,
     open_batches,
     resume_position,
     shuffled_ids,
@@ -42,9 +41,12 @@ def test_order_is_independent_of_the_process_count(processes):
     """A resume on more or fewer hosts would train on other data."""
     whole = [shuffled_ids(RECORDS, 7)[i] for i in range(20 * BATCH)]
     rows = np.split(np.arange(BATCH), processes)
+    parts = [ElasticBatches(shuffled_ids(RECORDS, 7), BATCH, rows=part) for part in rows]
     for step in range(20):  # crosses an epoch: 160 rows of 50 records
-        parts = [batch_ids(shuffled_ids(RECORDS, 7), step, BATCH, part) for part in rows]
-        assert np.concatenate(parts).tolist() == whole[step * BATCH : (step + 1) * BATCH]
+        ids = np.concatenate([next(part) for part in parts])
+        assert ids.tolist() == whole[step * BATCH : (step + 1) * BATCH]
+    for part in parts:
+        part.close()
 
 
 def test_epochs_cover_everything_in_new_orders():
@@ -75,7 +77,7 @@ def test_tokens_match_their_records(corpus, sharding):
     for (row, record), tokens in zip(batch.rows, np.asarray(batch.tokens), strict=True):
         assert 0 <= row < BATCH
         assert bytes(tokens.tolist()) == text[record * 20 : (record + 1) * 20]
-    assert local_rows(sharding, BATCH).tolist() == list(range(BATCH))
+    assert batch.rows[:, 0].tolist() == list(range(BATCH))
 
 
 def test_past_the_end_yields_nothing(corpus, sharding):

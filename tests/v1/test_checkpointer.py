@@ -177,12 +177,14 @@ def test_ckptkit_and_orbax_read_each_other(tmp_path: Path, writer: Any, reader: 
         assert_same(checkpointer.load(), make_state(5))
 
 
+@pytest.mark.parametrize("kind", ["Grain's", "ElasticBatches"])
 @pytest.mark.parametrize(("writer", "reader"), [(OURS, OURS), (OURS, ORBAX), (ORBAX, OURS)])
-def test_grain_iterator_resumes(tmp_path: Path, writer: Any, reader: Any) -> None:
+def test_grain_iterator_resumes(tmp_path: Path, writer: Any, reader: Any, kind: str) -> None:
     """The data would begin anew, or skip ahead."""
 
     def iterator() -> Any:
-        return iter(grain.MapDataset.range(100).seed(3).shuffle().to_iter_dataset())
+        data = grain.MapDataset.range(100).seed(3).shuffle()
+        return iter(data.to_iter_dataset()) if kind == "Grain's" else ckptkit.ElasticBatches(data, 1, batch_fn=list)
 
     walked = iterator()
     for _ in range(5):
