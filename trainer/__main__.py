@@ -56,6 +56,9 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--global-batch", type=click.IntRange(1), help="Rows per step.  [default: the preset's]")
 @click.option("--accumulate", type=click.IntRange(1), default=1, help="Microbatches per step.")
 @click.option("--optimizer", type=click.Choice(get_args(OptimizerName)), default="adamw", help="Which family.")
+@click.option(
+    "--offload", type=click.Choice(["optimizer"]), help="Keep its moments in pinned host memory.  [default: none]"
+)
 @click.option("--learning-rate", type=click.FloatRange(0), help="Peak rate.  [default: the preset's]")
 @click.option("--schedule-steps", type=click.IntRange(1), help="Length of the rate schedule.  [default: --steps]")
 @click.option("--compute-dtype", type=DTYPES, help="The dtype of matmuls.  [default: the preset's]")
@@ -155,6 +158,7 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
             learning_rate=chosen.learning_rate if flags["learning_rate"] is None else flags["learning_rate"],
             schedule_steps=flags["schedule_steps"] or flags["steps"],
             accumulate=flags["accumulate"],
+            offload=flags["offload"] is not None,
         ),
         mesh=MeshConfig.parse(flags["mesh"]) if flags["mesh"] else None,
         data=DataConfig(
@@ -198,10 +202,19 @@ def _cluster(flags: dict[str, Any]) -> ClusterConfig:
 @click.option("--preset", "name", type=click.Choice(list(PRESETS)), default="gpt3-175b", help="The model.")
 @click.option("--mesh", default="data=8,model=8", help="Axis sizes, like data=8,fsdp=4,model=8.")
 @click.option("--microbatch-rows", type=click.IntRange(1), default=1, help="Rows per device at a time.")
+@click.option("--offload", type=click.Choice(["optimizer"]), help="Moments in pinned host memory.  [default: none]")
 @click.option("--device-memory-gb", type=float, default=80.0, help="Memory of one device, in 1e9 bytes.")
 @click.option("--devices-per-host", type=click.IntRange(1), default=8, help="Devices of one host.")
 @click.option("--keep", type=click.IntRange(1), default=3, help="Durable steps to keep.")
-def plan(name: str, mesh: str, microbatch_rows: int, device_memory_gb: float, devices_per_host: int, keep: int) -> None:
+def plan(
+    name: str,
+    mesh: str,
+    microbatch_rows: int,
+    offload: str | None,
+    device_memory_gb: float,
+    devices_per_host: int,
+    keep: int,
+) -> None:
     """Compute memory, checkpoint bytes and sharding of a run; allocates nothing and needs no device."""
     try:
         made = make_plan(
@@ -210,6 +223,7 @@ def plan(name: str, mesh: str, microbatch_rows: int, device_memory_gb: float, de
             microbatch_rows=microbatch_rows,
             device_bytes=int(device_memory_gb * 1e9),
             devices_per_host=devices_per_host,
+            offload=offload is not None,
         )
     except InputError as error:
         click.echo(f"Error: {error}", err=True)

@@ -69,6 +69,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)  # of adamw; lion and muon have their papers'; the first is sgd's momentum
     clip_norm: float = 1.0
     accumulate: int = 1  # microbatches per optimizer step
+    offload: bool = False  # its moments are in the host's pinned memory between updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from trainer.cluster import join
 from trainer.config import MeshConfig, RunConfig
 from trainer.data import Position, check_same_data, open_batches, start_position
 from trainer.proof import Proof
-from trainer.sharding import batch_sharding, check_rules, make_mesh, named_leaves
+from trainer.sharding import batch_sharding, check_offload, check_rules, make_mesh, named_leaves
 from trainer.step import State, compile_step, make_program
 
 
@@ -62,6 +62,8 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         start = start_position(corpus, global_batch=config.data.global_batch, seed=config.data.seed)
         check_same_data(start, make_coordinator(config.cluster.start_timeout_s))
     with events.span("training_prep"):
+        if config.optimizer.offload:
+            check_offload()
         program = make_program(model, config.optimizer, mesh, seed=config.data.seed)
         check_rules(
             named_leaves(program.abstract_state["model"]),

@@ -1,7 +1,9 @@
 """Computes the needs of a run from shapes alone: memory per device, bytes per checkpoint, sharding."""
 
 import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +18,7 @@ from rich.table import Table
 
 from ckptkit import Tier
 from trainer.config import MESH_AXES, InputError, MeshConfig, ModelConfig, OptimizerConfig
-from trainer.sharding import axes_of, check_rules, group_of, named_leaves, shard_state
+from trainer.sharding import OFFLOADED, axes_of, check_rules, group_of, named_leaves, shard_state
 from trainer.step import abstract_train
 
 _FIRST_BLOCK = "/blocks/0/"
@@ -33,13 +35,14 @@ class Memory:
 
     parameters: int
     gradients: int
-    optimizer: int
+    optimizer: int  # of offloaded moments those of the largest weight, before and after its update: the least
     gathered: int  # one block's weights in the compute dtype, whole over fsdp
     activations: int  # an estimate; the other numbers follow from shapes
+    offloaded: int = 0  # in the host's memory, for this device
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
+        """Sum of all parts on the device."""
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
 
 
@@ -64,6 +67,7 @@ class Plan:
     memory: Memory
     checkpoint_bytes: int  # every leaf once
     host_bytes: int  # distinct boxes of one host: what it stages, and what a fast tier holds per step
+    offloaded_bytes: int  # moments in one host's memory, between updates
     groups: tuple[Group, ...]
     fitting: tuple[int, Memory] | None  # the smallest fsdp that fits, with the same data and model
 
@@ -74,7 +78,13 @@ class Plan:
 
 
 def make_plan(
-    model: ModelConfig, mesh: MeshConfig, *, microbatch_rows: int, device_bytes: int, devices_per_host: int
+    model: ModelConfig,
+    mesh: MeshConfig,
+    *,
+    microbatch_rows: int,
+    device_bytes: int,
+    devices_per_host: int,
+    offload: bool = False,
 ) -> Plan:
     """Plan a run without devices.
 
@@ -84,24 +94,27 @@ def make_plan(
         microbatch_rows: rows that one device works on at a time; accumulation makes up the rest of the batch.
         device_bytes: memory of one device.
         devices_per_host: neighbours in mesh order that share a host.
+        offload: whether moments are in the host's pinned memory between updates.
 
     Raises:
         InputError: the mesh does not fit the model.
     """
     abstract = _one_block(model)
     _check(named_leaves(abstract["model"]), mesh)
-    leaves = sharded_leaves(abstract, model, mesh)
+    leaves = sharded_leaves(abstract, model, mesh, offload=offload)
+    memory = device_memory(leaves, model, mesh, microbatch_rows)
     hosts = max(1, mesh.devices // devices_per_host)
     return Plan(
         mesh=mesh,
         parameters=sum(math.prod(leaf.shape) for path, leaf in leaves.items() if path.startswith("model/")),
         device_bytes=device_bytes,
-        memory=device_memory(leaves, model, mesh, microbatch_rows),
+        memory=memory,
         checkpoint_bytes=sum(_bytes(leaf.shape, leaf) for leaf in leaves.values()),
         # The first few hosts: mesh order repeats itself.
         host_bytes=max(_host_bytes(leaves, mesh, host, devices_per_host) for host in range(min(hosts, 8))),
+        offloaded_bytes=memory.offloaded * min(devices_per_host, mesh.devices),
         groups=_groups(leaves),
-        fitting=_smallest_fsdp(abstract, model, mesh, microbatch_rows, device_bytes),
+        fitting=_smallest_fsdp(abstract, model, mesh, microbatch_rows, device_bytes, offload=offload),
     )
 
 
@@ -110,10 +123,12 @@ def _one_block(model: ModelConfig) -> nnx.State:
     return abstract_train(replace(model, size=replace(model.size, layers=1)), OptimizerConfig())[1]
 
 
-def sharded_leaves(abstract: nnx.State, model: ModelConfig, mesh: MeshConfig) -> dict[str, jax.ShapeDtypeStruct]:
+def sharded_leaves(
+    abstract: nnx.State, model: ModelConfig, mesh: MeshConfig, *, offload: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Every leaf of the whole model by name, with its sharding; `abstract` has the first block, which all are like."""
     leaves: dict[str, jax.ShapeDtypeStruct] = {}
-    for path, leaf in named_leaves(shard_state(abstract, _abstract_mesh(mesh))).items():
+    for path, leaf in named_leaves(shard_state(abstract, _abstract_mesh(mesh), offload=offload)).items():
         blocks = range(model.size.layers) if _FIRST_BLOCK in path else (0,)
         leaves |= {path.replace(_FIRST_BLOCK, f"/blocks/{block}/"): leaf for block in blocks}
     return leaves
@@ -128,12 +143,18 @@ def device_memory(
     split = {path for path, leaf in leaves.items() if "fsdp" in axes_of(leaf.sharding.spec)}
     block = sum(size for path, size in shards.items() if path in split and path.startswith("model/blocks/0/"))
     width = np.dtype(model.compute_dtype).itemsize
+    moments = {path: size for path, size in shards.items() if path.startswith("optimizer/")}
+    offloaded = {path: size for path, size in moments.items() if leaves[path].sharding.memory_kind == OFFLOADED}
+    fetched = Counter[str]()  # by weight, which is the same name in each kind of moment
+    for path, size in offloaded.items():
+        fetched[re.sub(r"^.*?/(mu|nu)/", "", path)] += size
     return Memory(
         parameters=parameters,
         gradients=parameters,
-        optimizer=sum(size for path, size in shards.items() if path.startswith("optimizer/")),
+        optimizer=sum(moments.values()) - sum(offloaded.values()) + 2 * max(fetched.values(), default=0),
         gathered=block * mesh.fsdp * width // 4 if mesh.fsdp > 1 else 0,
         activations=activation_bytes(model, microbatch_rows, mesh.model),
+        offloaded=sum(offloaded.values()),
     )
 
 
@@ -162,7 +183,7 @@ def _abstract_mesh(mesh: MeshConfig) -> AbstractMesh:
 
 
 def _smallest_fsdp(
-    abstract: nnx.State, model: ModelConfig, mesh: MeshConfig, microbatch_rows: int, device_bytes: int
+    abstract: nnx.State, model: ModelConfig, mesh: MeshConfig, microbatch_rows: int, device_bytes: int, *, offload: bool
 ) -> tuple[int, Memory] | None:
     """The first fsdp that divides the model and fits; d_model bounds the search, as every rule splits it."""
     params = named_leaves(abstract["model"])
@@ -172,7 +193,8 @@ def _smallest_fsdp(
             _check(params, candidate)
         except InputError:
             continue
-        memory = device_memory(sharded_leaves(abstract, model, candidate), model, candidate, microbatch_rows)
+        leaves = sharded_leaves(abstract, model, candidate, offload=offload)
+        memory = device_memory(leaves, model, candidate, microbatch_rows)
         if memory.total <= device_bytes:
             return fsdp, memory
     return None
@@ -231,6 +253,11 @@ def print_plan(plan: Plan, *, keep: int, console: Console | None = None) -> None
         f"Activations are an estimate after {ACTIVATION_SOURCE}. Not counted: a second copy of the gradients "
         f"({_gb(plan.memory.gradients)}), which XLA may hold while it clips or accumulates them."
     )
+    if plan.offloaded_bytes:
+        console.print(
+            f"Offloaded moments take {_gb(plan.offloaded_bytes)} of pinned memory on a host. The optimizer's memory on "
+            "a device is the least, one weight's moments at a time: XLA may fetch more of them at once."
+        )
     console.print(_checkpoint_table(plan, keep))
     console.print(verdict(plan), style="bold")
 

@@ -38,6 +38,7 @@ USE_SPECS = {  # where they are used, rather than stored
     "stream": BATCH_SPEC,  # [B, T, D]
     "table": P("model", None),  # [V, D], gathered over fsdp: else XLA replicates the looked-up rows to move them
 }
+OFFLOADED = "pinned_host"  # the memory kind of moments with --offload optimizer
 LARGE_BYTES = 1_000_000  # a weight above this must not be the only thing that an axis leaves whole
 
 
@@ -51,6 +52,16 @@ def make_mesh(config: MeshConfig) -> Mesh:
         )
     sizes = tuple(config.sizes.values())
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def check_offload() -> None:
+    """Refuse to offload to memory that the devices do not have."""
+    device = jax.local_devices()[0]
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if OFFLOADED not in kinds:
+        raise InputError(
+            f"--offload optimizer: {device.device_kind} has no {OFFLOADED} memory, only {', '.join(kinds)}"
+        )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -78,11 +89,12 @@ def spec_of(path: str, rules: Rules = RULES) -> PartitionSpec | None:
     return next((spec for pattern, spec in rules if re.search(pattern, path)), None)
 
 
-def shard_state(abstract_state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
+def shard_state(abstract_state: nnx.State, mesh: Mesh | AbstractMesh, *, offload: bool = False) -> nnx.State:
     """The same abstract state with a `NamedSharding` on every leaf.
 
     Parameters follow the table. An optimizer moment follows its parameter: the leaf whose path ends in the parameter's
-    and whose shape is the same. All else (counters, keys) is on every device.
+    and whose shape is the same. All else (counters, keys) is on every device. `offload`: moments are in the host's
+    pinned memory.
     """
     params = {
         path.removeprefix("model/"): leaf.shape
@@ -94,8 +106,10 @@ def shard_state(abstract_state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.Sta
         parts = leaf_path(key_path).split("/")
         suffixes = ("/".join(parts[i:]) for i in range(1, len(parts)))
         param = next((s for s in suffixes if params.get(s) == leaf.shape), None)
-        spec = (param and spec_of(param)) or P()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, (param and spec_of(param)) or P())
+        if offload and param and parts[0] == "optimizer":
+            sharding = sharding.with_memory_kind(OFFLOADED)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from trainer.config import ModelConfig, OptimizerConfig
 from trainer.model import Transformer, cross_entropy
 from trainer.optimizer import make_optimizer
-from trainer.sharding import USE_SPECS, P, batch_sharding, shard_state
+from trainer.sharding import OFFLOADED, USE_SPECS, P, batch_sharding, shard_state
 
 State = nnx.State
 StepFn = Callable[[State, jax.Array, Callable[[], None]], tuple[State, jax.Array]]
@@ -56,7 +56,7 @@ def make_program(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh, *, 
     `whole` gives the same bits as `gradient` then `update`; see `_as_if_returned` for how.
     """
     graphdef, abstract = abstract_train(model, optimizer)
-    abstract_state = shard_state(abstract, mesh)
+    abstract_state = shard_state(abstract, mesh, offload=optimizer.offload)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
     replicated = NamedSharding(mesh, P())
 
@@ -78,7 +78,7 @@ def make_program(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh, *, 
         return _accumulate(jax.value_and_grad(loss_of), params, tokens, step_key, optimizer.accumulate)
 
     def update(state: State, gradients: State) -> State:
-        train = nnx.merge(graphdef, state)
+        train = nnx.merge(graphdef, _on_device(state, shardings))
         train.optimizer.update(train.model, gradients)
         train.dropout.count[...] += 1  # the step's key is spent
         return nnx.state(train)
@@ -95,6 +95,16 @@ def make_program(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh, *, 
         gradient=jax.jit(gradient, out_shardings=(shardings["model"], replicated)),
         update=jax.jit(update, donate_argnums=0, out_shardings=shardings),
     )
+
+
+def _on_device(state: State, shardings: State) -> State:
+    """The state with offloaded moments in the device's memory, for the update; `out_shardings` take them back."""
+
+    def fetched(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        is_there = sharding.memory_kind != OFFLOADED
+        return leaf if is_there else jax.device_put(leaf, sharding.with_memory_kind("device"))
+
+    return jax.tree.map(fetched, state, shardings)
 
 
 def _as_if_returned(gradients: State, shardings: State) -> State:

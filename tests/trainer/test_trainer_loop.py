@@ -28,6 +28,8 @@ from trainer.config import (
     RunConfig,
 )
 from trainer.loop import train
+from trainer.sharding import named_leaves
+from trainer.step import State
 
 SMALL = ModelSize(layers=1, d_model=32, heads=2, kv_heads=1, d_ff=64, vocab=256, seq_len=16)
 
@@ -89,6 +91,29 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(root: Path, text: 
     assert {kind for kind, _ in spans if kind} == SPANS
     with pytest.raises(InputError, match="seed is 0 in the checkpoint, 1 here"):
         train(run_config(root, text, "other", steps=9, seed=1, checkpoint=True), EventLog())
+
+
+def test_offloaded_moments_give_the_same_bits_and_stay_on_the_host(root: Path, text: str, straight):
+    """Offloading would train something else, or a restart would fill the device's memory with the moments."""
+
+    def train_offloaded(proof: str, steps: int, heard: list) -> State:
+        config = run_config(root, text, proof, steps=steps)
+        places = CheckpointConfig(directory=str(root / "offloaded"), ram=str(root / "offloaded-ram"), save_every=4)
+        log = EventLog()
+        log.observe(heard.append)
+        optimizer = replace(config.optimizer, offload=True)
+        return train(replace(config, checkpoint=places, optimizer=optimizer), log).state
+
+    train_offloaded("moved", 6, [])
+    heard = []
+    leaves = named_leaves(train_offloaded("moved", 9, heard))
+    assert [event.step for event in heard if event.kind == Kind.RESTORED] == [6]
+    moments = {path: leaf for path, leaf in leaves.items() if "/mu/" in path or "/nu/" in path}
+    assert len(moments) == 2 * sum(path.startswith("model/") for path in leaves)
+    assert {leaf.sharding.memory_kind for leaf in moments.values()} == {"pinned_host"}
+    others = {leaf.sharding.memory_kind for path, leaf in leaves.items() if path not in moments}
+    assert others == {"device"}
+    assert proof_of(root, "moved") == straight
 
 
 def test_restart_makes_a_non_durable_last_step_durable(root: Path, text: str, tmp_path: Path, straight):

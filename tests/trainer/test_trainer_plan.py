@@ -96,6 +96,25 @@ def test_no_mesh_fits_a_tiny_device():
     assert plan.fitting is None
 
 
+def test_offloaded_moments_are_counted_on_the_host():
+    """A person would order machines whose host memory does not hold the moments, or more devices than are needed."""
+    model, mesh = preset("gpt3-175b").model, MeshConfig(fsdp=2, model=8)
+    sizes = {"microbatch_rows": 1, "device_bytes": 10**12, "devices_per_host": 8}
+    here, there = (make_plan(model, mesh, offload=offload, **sizes) for offload in (False, True))
+    assert here.offloaded_bytes == here.memory.offloaded == 0
+    assert there.memory.offloaded == pytest.approx(2 * there.memory.parameters, rel=1e-6)
+    assert there.offloaded_bytes == 8 * there.memory.offloaded
+    largest = 2 * 4 * 12288 * 50304 // 16  # both moments of the embedding, over 16 devices
+    counters = here.memory.optimizer - there.memory.offloaded
+    assert there.memory.optimizer == counters + 2 * largest
+    assert there.memory.total < here.memory.total
+    assert there.checkpoint_bytes == here.checkpoint_bytes
+    out = io.StringIO()
+    print_plan(there, keep=3, console=Console(file=out, width=110))
+    text = " ".join(out.getvalue().split())
+    assert "Offloaded moments take 698.41 GB of pinned memory on a host" in text
+
+
 def test_mesh_that_does_not_divide_is_refused():
     """A plan would be made for a layout that the trainer refuses."""
     with pytest.raises(InputError, match="key_value: model=4 does not divide"):

@@ -1,13 +1,14 @@
 """The rule check refuses layouts that train wrongly or waste devices."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from trainer.config import InputError, MeshConfig, OptimizerConfig, preset
-from trainer.sharding import RULES, P, check_rules, named_leaves
+from trainer.sharding import RULES, P, check_offload, check_rules, named_leaves
 from trainer.step import abstract_train
 
 
@@ -99,3 +100,12 @@ def test_invalid_mesh_text_is_refused(text):
     """A mistyped --mesh would end in a traceback."""
     with pytest.raises(InputError, match="--mesh"):
         MeshConfig.parse(text)
+
+
+def test_devices_without_pinned_host_memory_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """The first step would fail in the compiler, with a message of XLA."""
+    check_offload()
+    device = SimpleNamespace(device_kind="toaster", addressable_memories=lambda: [SimpleNamespace(kind="device")])
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    with pytest.raises(InputError, match="toaster has no pinned_host memory, only device"):
+        check_offload()
