@@ -133,7 +133,7 @@ def _costs(
 def _page(report: GoodputReport, run: Timeline, title: str, costs: _Costs | None) -> str:
     if costs is None:
         return goodput_page(report, run, title=title)
-    return goodput_page(report, run, title=title, bill=costs.bill, savings=list(_saving_lines(costs)))
+    return goodput_page(report, run, title=title, bill=costs.bill, arithmetic=list(_cost_lines(report, costs)))
 
 
 def _cost_lines(report: GoodputReport, costs: _Costs | None) -> Iterable[str]:
@@ -145,12 +145,6 @@ def _cost_lines(report: GoodputReport, costs: _Costs | None) -> Iterable[str]:
         f"cost {text(bill.total)}: {time_text(report.wall_s)} at {bill.price.rate_text}; "
         f"{text(bill.badput)} of it was not productive"
     )
-    yield from _saving_lines(costs)
-
-
-def _saving_lines(costs: _Costs) -> Iterable[str]:
-    """The setting that would have saved most, with the arithmetic; nothing where none is known."""
-    bill, text = costs.bill, costs.bill.price.host_h.text
     if costs.better is not None and costs.saved > 0:
         better = costs.better
         yield (

@@ -49,7 +49,7 @@ body { max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p { margin: .2rem 0 .8rem; color: var(--quiet); }
 .figures { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }
-.figure { border: 1px solid var(--rule); border-radius: 6px; padding: .6rem .9rem; min-width: 9rem; }
+.figure { border: 1px solid var(--rule); border-radius: 6px; padding: .6rem .9rem; min-width: 7.5rem; }
 .figure b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
 svg { width: 100%; height: auto; display: block; color: var(--ink); }
 .wide { overflow-x: auto; } .wide > svg { min-width: 46rem; } .wide > table { min-width: 34rem; }
@@ -75,10 +75,10 @@ _PATTERNS = """
 
 
 def goodput_page(
-    report: GoodputReport, run: Timeline, *, title: str, bill: Bill | None = None, savings: Sequence[str] = ()
+    report: GoodputReport, run: Timeline, *, title: str, bill: Bill | None = None, arithmetic: Sequence[str] = ()
 ) -> str:
-    """The page, with costs where there is a `bill`, and what would have made them less (`savings`, line by line). At
-    most 4,000 stretches and 2,000 marks a lane are drawn: more are merged."""
+    """The page, with costs where there is a `bill`; `arithmetic` is the text above them, line by line. At most 4,000
+    stretches and 2,000 marks a lane are drawn: more are merged."""
     began = datetime.datetime.fromtimestamp(run.origin_s, datetime.UTC)
     return "\n".join(
         [
@@ -95,7 +95,7 @@ def goodput_page(
             _legend(),
             "<h2>Where the time went</h2>",
             f'<div class="wide">{_bars(report)}</div>',
-            *([] if bill is None else ["<h2>What it cost</h2>", _costs(bill, savings)]),
+            *([] if bill is None else ["<h2>What it cost</h2>", _costs(bill, arithmetic)]),
             "<h2>What each loss cost</h2>",
             _losses(report, run),
             "<h2>How long saves held the step loop</h2>",
@@ -198,13 +198,13 @@ def _bars(report: GoodputReport) -> str:
     return "".join([*drawn, "</svg>"])
 
 
-def _costs(bill: Bill, savings: Sequence[str]) -> str:
+def _costs(bill: Bill, arithmetic: Sequence[str]) -> str:
     text = bill.price.host_h.text
     parts = sorted(bill.parts.items(), key=lambda item: (item[0] != Part.PRODUCTIVE, -item[1]))
     rows = [("all", bill.total), *((_name(part), cost) for part, cost in parts if cost > 0)]
     cells = "".join(f"<tr><td>{_text(name)}</td><td class=n>{_text(text(cost))}</td></tr>" for name, cost in rows)
     head = "<tr><th>kind of time</th><th class=n>cost</th></tr>"
-    told = "".join(f"<p>{_text(line.strip())}</p>" for line in [bill.price.rate_text, *savings])
+    told = "".join(f"<p>{_text(line.strip())}</p>" for line in arithmetic or [bill.price.rate_text])
     return f"{told}<table>{head}{cells}</table>"
 
 

@@ -48,6 +48,29 @@ def test_each_state_of_a_run_is_one_line(tmp_path: Path, lines: pytest.LogCaptur
     assert said(lines, "WARNING") == []
 
 
+def test_lines_that_the_docs_quote_are_those_of_a_run(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
+    """Breaks when a person searches a log for what docs/FIRST_HOUR.md shows, and the lines have other words."""
+    page = (Path(__file__).parents[2] / "docs" / "FIRST_HOUR.md").read_text()
+    quoted = re.findall(r"^[\d-]+ [\d:,]+ INFO ckptkit: (.*)$", page, re.M)
+    assert len(quoted) == 3
+    tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), save=ckptkit.EverySteps(1)), ckptkit.Tier.ssd(str(tmp_path / "s"))]
+    for _ in range(2):
+        lines.clear()
+        with ckptkit.CheckpointManager(tmp_path / "root", options=OPTIONS, tiers=tiers) as manager:
+            if manager.latest_step() is not None:
+                manager.restore(None, args=ocp.args.StandardRestore(STATE))
+            first = (manager.latest_step() or 0) + 1
+            for step in range(first, first + 5):
+                manager.save(step, args=ocp.args.StandardSave(STATE))
+                manager.wait_until_finished()
+    told = {without_numbers(line) for line in said(lines, "INFO")}
+    assert {without_numbers(line) for line in quoted} <= told
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"/\S+|\d[\d.]*( (B|[KMG]iB|bytes|ms|s|steps?)\b)?", "#", line)
+
+
 def test_rejected_candidate_and_fallback_are_warnings(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
     """Breaks when a run goes back by steps, and its log does not say why."""
     with ckptkit.CheckpointManager(tmp_path / "root", options=OPTIONS) as manager:
