@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ckptkit.errors import NoRestorableStepError as NoRestorableStepError
     from ckptkit.errors import ReplicaMismatchError as ReplicaMismatchError
     from ckptkit.errors import SaveFailedError as SaveFailedError
+    from ckptkit.errors import SigningKeyError as SigningKeyError
     from ckptkit.errors import StepNotFoundError as StepNotFoundError
     from ckptkit.errors import StoreError as StoreError
     from ckptkit.errors import StoreFullError as StoreFullError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ckptkit.errors import TierUnusableError as TierUnusableError
     from ckptkit.errors import TransientStoreError as TransientStoreError
     from ckptkit.errors import TreeMismatchError as TreeMismatchError
+    from ckptkit.errors import UntrustedStepError as UntrustedStepError
     from ckptkit.events import Event as Event
     from ckptkit.events import EventLog as EventLog
     from ckptkit.events import Kind as Kind

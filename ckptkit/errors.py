@@ -48,6 +48,14 @@ class UnsuitedSaveError(CorruptCheckpointError):
     """The save is not damaged, and cannot give what was asked for in this form, or to this number of processes."""
 
 
+class UntrustedStepError(CorruptCheckpointError):
+    """The step is not signed, is signed by another key, or is not what was signed. Its bytes may be intact."""
+
+
+class SigningKeyError(CheckpointError, ValueError):
+    """A key cannot sign, or prove a signature: the message names the file, or the package that is not installed."""
+
+
 class TreeMismatchError(CheckpointError, ValueError):
     """The tree asked for is not the tree on disk; `.differences` holds all differences, sorted."""
 
@@ -148,6 +156,8 @@ _HEARD = {
     error.__name__: error
     for error in (
         CorruptCheckpointError,
+        UntrustedStepError,
+        SigningKeyError,
         ItemNotFoundError,
         SaveFailedError,
         PeerUnreachableError,

@@ -36,6 +36,7 @@ _COMMANDS = {
     "rollback": ("upkeep", "Make restarts continue from an older step."),
     "run": ("run", "Run a job, and restart it at once when a process is lost."),
     "scrub": ("verify", "Verify every copy of every save; repair on request."),
+    "sign": ("sign", "Sign a step, so that a restore can refuse any other."),
     "simulate": ("simulate", "Estimate goodput under failures and save policies."),
     "steps": ("steps", "List the steps of a root and of its tiers."),
     "tiers": ("tiers", "List or free the slots of fast tiers."),

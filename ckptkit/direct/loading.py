@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from typing import Any, final
 
 from ckptkit.durable.read_step import DurableReader
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.durable.signatures import TrustedKey
+from ckptkit.errors import CorruptCheckpointError, UntrustedStepError
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import Coordinator, ScopedCoordinator, make_coordinator
 from ckptkit.job.vote import act_together
@@ -32,25 +34,29 @@ class Loaded:
 
 @final
 class Loader:
-    """Loads trees. All processes of the job call `load` together."""
+    """Loads trees. All processes of the job call `load` together. `trusted`: the file of a public key; only what its
+    owner signed is loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, trusted: str | os.PathLike[str] | None = None) -> None:
+        self._trusted = trusted
         self._coordinator: ScopedCoordinator | None = None
         self._calls = itertools.count()
 
     def load(self, url: str, args: Any) -> Loaded:
         """The tree at `url` as `args` (Orbax's) ask for it, proven; not proven where nobody kept digests.
 
-        Raises `CorruptCheckpointError` on every process where one finds damage, `TreeMismatchError` with all
-        differences, `StoreError` for what cannot be reached.
+        Raises `CorruptCheckpointError` on every process where one finds damage, `UntrustedStepError` and
+        `SigningKeyError` with `trusted`, `TreeMismatchError` with all differences, `StoreError` for what cannot be
+        reached.
         """
         coordinator = self._joined()
         coordinator.begin(f"direct.{next(self._calls)}")
         parent, _, item = url.rpartition("/")
         request = RestoreRequest(args={item: args}, default_item=None)
-        reader = DurableReader(parent, step=None, item=item)
 
         def plan() -> Prepared | None:
+            key = None if self._trusted is None else TrustedKey(self._trusted)
+            reader = DurableReader(parent, step=None, item=item, trusted=key)
             manifests = tuple(reader.manifests(to_read=True))
             return _prepared(Preparer(url, coordinator), reader, manifests, request) if manifests else None
 
@@ -81,6 +87,7 @@ def _prepared(
         sources=(Source(tier=DURABLE, manifests=manifests, remote=reader.round_trips),),
         readers=(reader.read,),
         expect=reader.expect,
+        trusted=reader.is_trusted,
     )
     return preparer.prepare(manifests[0].save_id, holdings, preparer.asked(manifests, request))
 
@@ -88,7 +95,8 @@ def _prepared(
 def _together(coordinator: Coordinator, channel: str, act: Any, url: str) -> Any:
     rejection, done = act_together(coordinator, channel, act)
     if rejection is not None:
-        raise CorruptCheckpointError(
+        untrusted = UntrustedStepError.__name__ in rejection
+        raise (UntrustedStepError if untrusted else CorruptCheckpointError)(
             f"{url} cannot be loaded: {rejection}. Restore it from a copy, or load another checkpoint", path=url
         )
     return done

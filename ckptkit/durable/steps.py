@@ -42,6 +42,7 @@ from ckptkit.durable.orbax.manager import (
 from ckptkit.durable.orbax.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.prune import Pruner, Said
 from ckptkit.durable.read_step import DurableReader, identity_metadata
+from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.write_step import StepWriter, is_writable
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.job.coordination import Coordinator, ScopedCoordinator
@@ -148,14 +149,15 @@ class DurableSteps:
         """Whether our own writer writes what it can; the caller's options may leave every step to Orbax."""
         return not self._orbax_writes
 
-    def reader(self, step: int, proves: Proves = prove_all) -> DurableReader:
-        """A reader of one step, which proves the cells that `proves` chooses."""
+    def reader(self, step: int, proves: Proves = prove_all, trusted: TrustedKey | None = None) -> DurableReader:
+        """A reader of one step, which proves the cells that `proves` chooses; with `trusted` all, as they were
+        signed."""
         try:
             path = self.stock.path(step)
         except ValueError:  # a name format of the caller's, and no step of any of its names
             path = self.directory / self._options.step_name_format.build_name(step)  # pyright: ignore[reportOptionalMemberAccess]
         url = str(path).replace("gs:/", "gs://") if "gs://" not in str(path) else str(path)
-        return DurableReader(url, step=step, proves=proves, profile=self.profile)
+        return DurableReader(url, step=step, proves=proves, profile=self.profile, trusted=trusted)
 
     def save_id(self, step: int) -> SaveId | None:
         """Which save a committed step is; None for one that stock Orbax wrote. Cost: a small read; of a step without a

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of_job
 from ckptkit.durable.orbax.monitoring import OrbaxMonitoring
+from ckptkit.durable.signatures import TrustedKey
 from ckptkit.errors import SaveFailedError
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import Job, make_coordinator
@@ -229,6 +230,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         restore_kwargs: Mapping[str, Any] | None = None,
         directory: str | os.PathLike[str] | None = None,
         args: Any = None,
+        *,
+        trusted: str | os.PathLike[str] | None = None,
     ) -> Any:
         """The items of `step`, or (None) of the newest step that every process can have and that verifies completely.
 
@@ -237,6 +240,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         then its SSD, then other processes' tiers, then the durable one; with `directory`, from that durable root alone.
         Returns the same as Orbax: the tree of a step saved without names, else a `Composite`. Proven bits are cast
         where a template or `restore_args` have another dtype.
+
+        `trusted` is the file of a public key: only a step that its owner signed (`ckptkit sign`) is restored, from the
+        durable tier alone, every cell compared with the SHA-256 that was signed. Other steps are rejected with
+        `UntrustedStepError`; so is an item that only Orbax reads. Raises `SigningKeyError` for a key that cannot be
+        used.
 
         Raises `StepNotFoundError`, `ItemNotFoundError`, `CorruptCheckpointError` for a damaged `step` (with the other
         steps), `NoRestorableStepError` (with every candidate's reason), and `TreeMismatchError` (with all differences).
@@ -250,12 +258,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 self._resumer.refuse_while_pending("restore")
                 known = step if directory is None else None
                 wanted = self._resumer.wanted(known, items, restore_kwargs, args)
+                key = None if trusted is None else TrustedKey(trusted)
             if directory is not None:
-                return self._resumer.restore_elsewhere(root_url(directory), step, wanted, began, about)
-            return self._resumer.restore(step, wanted, began, about)
+                return self._resumer.restore_elsewhere(root_url(directory), step, wanted, began, about, trusted=key)
+            return self._resumer.restore(step, wanted, began, about, trusted=key)
 
-    def restore_async(self, step: int | None, args: Any = None) -> RestoreHandle:
-        """Begins `restore(step, args=args)` in the background, so that the caller compiles its step meanwhile.
+    def restore_async(
+        self, step: int | None, args: Any = None, *, trusted: str | os.PathLike[str] | None = None
+    ) -> RestoreHandle:
+        """Begins `restore(step, args=args, trusted=trusted)` in the background, so that the caller compiles its step
+        meanwhile.
 
         Returns a handle at once (after the saves in flight); its `result` returns or raises the same as `restore`. All
         processes call both together. Until `result` has returned or raised, `save`, `restore`, `reload`, `delete` and
@@ -269,7 +281,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             step = step_number(step)
             self._resumer.refuse_while_pending("restore_async")
             wanted = self._resumer.wanted(step, None, None, args)
-        return self._resumer.restore_async(step, wanted, began, about)
+            key = None if trusted is None else TrustedKey(trusted)
+        return self._resumer.restore_async(step, wanted, began, about, trusted=key)
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: a step in flight is listed, a failed one is not.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
+from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import (
     CheckpointError,
@@ -17,6 +19,7 @@ from ckptkit.errors import (
     ItemNotFoundError,
     NoRestorableStepError,
     StepNotFoundError,
+    UntrustedStepError,
 )
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import epoch_records
@@ -49,27 +52,40 @@ class Resumer:
         self._pending: RestoreHandle | None = None  # a restore whose result() has not returned yet
         self._spans = Spans()  # of the last restore
 
-    def restore(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
+    def restore(
+        self, step: int | None, wanted: RestoreRequest, began: Began, about: str, *, trusted: TrustedKey | None = None
+    ) -> Any:
         """See `CheckpointManager.restore`. `about` names the call."""
-        restored = self._restored(step, wanted, about)
+        restored = self._restored(step, wanted, about, trusted=trusted)
         if wanted.args is None:
             self._components.history.metadata_index.restored_as_saved()
         return self._take_over(restored, began)
 
-    def restore_async(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> RestoreHandle:
+    def restore_async(
+        self, step: int | None, wanted: RestoreRequest, began: Began, about: str, *, trusted: TrustedKey | None = None
+    ) -> RestoreHandle:
         """See `CheckpointManager.restore_async`. `about` names the call."""
         self._pending = RestoreHandle(
-            lambda caller: self._restored(step, wanted, about, caller),
+            lambda caller: self._restored(step, wanted, about, caller, trusted=trusted),
             lambda restored: self._take_over(restored, began),
             self._settled,
             lambda: self._account.restoring(self.waiting_text),
         )
         return self._pending
 
-    def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
+    def restore_elsewhere(
+        self,
+        url: str,
+        step: int | None,
+        wanted: RestoreRequest,
+        began: Began,
+        about: str,
+        *,
+        trusted: TrustedKey | None = None,
+    ) -> Any:
         """A restore from the durable root at `url` alone, with this manager's step names and handlers: this run goes on
         from where it was. `about` names the call."""
-        job, options = self._components.job, self._settings.options
+        options = self._settings.options
         read_only = ocp.CheckpointManagerOptions(
             read_only=True,
             step_prefix=options.step_prefix,
@@ -77,14 +93,19 @@ class Resumer:
             step_name_format=options.step_name_format,
             lightweight_initialize=True,
         )
-        with closing(DurableSteps(url, read_only, job.coordinator)) as durable:
+        with closing(DurableSteps(url, read_only, self._components.job.coordinator)) as durable:
             durable.stock.adopt_handlers(self._components.storage.durable.stock)
-            inventory = Inventory({}, durable, epoch_records(url, job.events), job.events)
-            self._restorer = restorer = Restorer(inventory, job, self._settings.restoring)
-            with self._spans.measured("checkpointer"):
+            self._restorer = restorer = self._of_durable(durable, trusted)
+            with self._spans.measured("checkpointer"), _named_untrusted(step, restorer):
                 restored = restorer.restore(step, wanted, about)
         self._components.history.branch.continue_from_elsewhere()
         return self._given(restored, restorer.rejected, began, url)
+
+    def _of_durable(self, durable: DurableSteps, trusted: TrustedKey | None) -> Restorer:
+        """Restores from a durable root alone: no key signs what fast tiers hold."""
+        job, options = self._components.job, self._settings.restoring
+        inventory = Inventory({}, durable, epoch_records(durable.url, job.events), job.events, trusted=trusted)
+        return Restorer(inventory, job, options if trusted is None else replace(options, verify="always"))
 
     def wanted(self, step: int | None, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
         """The request in the arguments of `restore`; raises Orbax's errors for arguments that do not go together.
@@ -138,13 +159,21 @@ class Resumer:
             self._pending = None
 
     def _restored(
-        self, step: int | None, wanted: RestoreRequest, about: str, caller: CallerThread | None = None
+        self,
+        step: int | None,
+        wanted: RestoreRequest,
+        about: str,
+        caller: CallerThread | None = None,
+        *,
+        trusted: TrustedKey | None = None,
     ) -> Restored:
         """The result of the restorer. A damaged `step` raises a `CorruptCheckpointError` that names the other steps."""
-        self._restorer = restorer = self._components.restorer
-        ledger = self._components.history.ledger
+        components = self._components
+        own = components.restorer if trusted is None else self._of_durable(components.storage.durable, trusted)
+        self._restorer = restorer = own
+        ledger = components.history.ledger
         try:
-            with self._spans.measured("checkpointer"):
+            with self._spans.measured("checkpointer"), _named_untrusted(step, restorer):
                 return restorer.restore(step, wanted, about, caller=caller)
         except NoRestorableStepError as error:
             if step is None or not any(each.is_damage for each in restorer.rejected):
@@ -165,7 +194,7 @@ class Resumer:
             history.decider.continue_from(restored.save_id.step)
             self._components.retention.restored(restored.save_id)
             pipeline.slots.reserve(restored.slot_bytes)
-        rejected = self._components.restorer.rejected
+        rejected = self._restorer.rejected
         if rejected:
             _log.warning(
                 "restore: the run continues from step %d. Newer steps were rejected: %s. The next save abandons them",
@@ -189,6 +218,18 @@ class Resumer:
         if restored.default_item:
             return restored.items[DEFAULT_ITEM]
         return ocp.args.Composite(**dict(sorted(restored.items.items())))
+
+
+@contextmanager
+def _named_untrusted(step: int | None, restorer: Restorer) -> Iterator[None]:
+    """A `step` that was asked for, and that no signature proves, raises that."""
+    try:
+        yield
+    except NoRestorableStepError as error:
+        reasons = [each.reason for each in restorer.rejected if UntrustedStepError.__name__ in each.reason]
+        if step is None or not reasons:
+            raise
+        raise UntrustedStepError("; ".join(reasons), step=step, path=error.path) from None
 
 
 def _damaged(step: int, rejected: Sequence[Rejection], others: Sequence[int], url: str) -> CorruptCheckpointError:

@@ -6,6 +6,7 @@ step (a sidecar that stock Orbax ignores). Only the place of a box's bytes diffe
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf
 
 FORMAT = 2
 DIGEST_BYTES = 35  # of a cell, in a manifest
+STRONG = "sha256:"  # begins a digest for which nobody can make other bytes: the records of a signed step have these
 _READ_FORMATS = (1, 2)  # 1: each leaf has the text of its sharding
 FILES = "files"  # the kind of an item that a handler has written: its small files inline, or all as leaves
 MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is written and parsed; 100,000 leaves of 8 boxes are about 150 MB
@@ -104,11 +106,13 @@ def describe(dtype: str, shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """The writer of a manifest: process index out of `count`, on `host`."""
+    """The writer of a manifest: process index out of `count`, on `host`. `provenance` are the versions, flags and
+    command that it ran with, by name; empty where earlier versions wrote it."""
 
     process: int
     count: int
     host: str
+    provenance: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +165,7 @@ class Manifest:
             shardings = _shardings_from_json(body)
             manifest = cls(
                 save_id=SaveId(**body["save_id"]),
-                writer=Writer(**body["writer"]),
+                writer=Writer(**body["writer"], provenance=body.get("provenance", {})),
                 slot=body["slot"],
                 arrays={item: _leaves_from_json(leaves, extent, shardings) for item, leaves in body["arrays"].items()},
                 inline=body["inline"],
@@ -227,6 +231,7 @@ class ManifestText:
             "writer": {"count": writer.count, "host": writer.host, "process": writer.process},
         }
         rest |= {} if custom is None else {"custom": custom}
+        rest |= {"provenance": dict(writer.provenance)} if writer.provenance else {}
         body = f'{{"arrays":{"".join(arrays)},{_dumps(rest)[1:]}'.encode()
         before, between, after = (part.encode() for part in _ENVELOPE)
         return b"".join((before, digest_of(body).encode(), between, body, after))
@@ -285,6 +290,16 @@ _dumps = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
 def digest_of(data: Any) -> str:
     """xxh3-128 of a contiguous buffer, in hex. 7 GB/s per core, releases the GIL (FACTS 2)."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def strong_digest_of(data: Any) -> str:
+    """SHA-256 of a contiguous buffer, in hex, after `STRONG`. 1 to 2 GB/s per core, releases the GIL."""
+    return STRONG + hashlib.sha256(data).hexdigest()
+
+
+def digest_like(expected: str, data: Any) -> str:
+    """The digest of a contiguous buffer of the kind that `expected` is of."""
+    return strong_digest_of(data) if expected.startswith(STRONG) else digest_of(data)
 
 
 def custom_digest(metadata: Any) -> str | None:
@@ -382,8 +397,7 @@ def copy_proven(
         if not proves(leaf, cell):
             if not filled:
                 data[:] = source
-        # Of the target: a slot may be overwritten while it is read.
-        elif (found := digest_of(data) if filled else copy_digested(source, data, of_target=True)) != digest:
+        elif (found := _arrived(source, data, digest)) != digest:
             raise CorruptCheckpointError(
                 f"{where}: leaf {leaf.name}, cell {cell.start} to {cell.stop} has digest {found}, expected {digest}",
                 path=where,
@@ -391,6 +405,16 @@ def copy_proven(
         if not direct:
             block = data.view(np.dtype(leaf.dtype)).reshape(cell.shape)
             into[common.slices(wanted.start)] = block[common.slices(cell.start)]
+
+
+def _arrived(source: np.ndarray, target: np.ndarray, expected: str) -> str:
+    """The digest of `target`, which `source` is copied to first where it is other memory. Of the target: a slot may be
+    overwritten while it is read."""
+    if source is not target and expected.startswith(STRONG):
+        target[:] = source
+    elif source is not target:
+        return copy_digested(source, target, of_target=True)
+    return digest_like(expected, target)
 
 
 def _leaf_to_json(leaf: LeafRecord, shardings: _ShardingTable) -> dict[str, Any]:
@@ -451,6 +475,9 @@ def _check_manifest(manifest: Manifest) -> None:
         raise ValueError(f"save {save} by process {writer.process} of {writer.count}")
     if not isinstance(writer.host, str) or not isinstance(manifest.slot, str):
         raise ValueError(f"host {writer.host!r}, slot {manifest.slot!r}")
+    told = writer.provenance
+    if not isinstance(told, dict) or not all(isinstance(text, str) for text in (*told, *told.values())):
+        raise ValueError(f"provenance {told!r:.100} is not text by name")
     if not isinstance(manifest.custom, str | None):
         raise ValueError(f"custom {manifest.custom!r} is not a digest")
     for item in (*manifest.arrays, *manifest.inline):

@@ -3,6 +3,8 @@
 ```
 <tier root>/<job>/<host id>/<local rank>/lock, slot-<k>.bin, <manifests>, newest.json   fast tiers
 <durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
+<durable root>/<step>/<item>/_ckptkit/sha256-<i>.json                             the same, in a signed step
+<durable root>/<step>/ckptkit.sig                                                 its signature
 <durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
 <durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
 <durable root>/_ckptkit/leases/pin-<step>.json, doomed-<id>.json                  the same, by people and commands
@@ -23,6 +25,7 @@ HANDLER_PREFIX = ".item-"  # of directories into which a handler writes an item,
 NEWEST_NAME = "newest.json"  # next to the manifests: which of them was committed last
 SIDECAR_DIR = "_ckptkit"
 SIDECAR_SIGN = "ckptkit_sidecars"  # in an item's `array_metadatas`: it has sidecars, and one without has lost them
+SIGNATURE = "ckptkit.sig"  # in a signed step, or in a tree that was saved by itself
 SAVE_ID_FIELD = "ckptkit_save_id"  # in the custom metadata of a step without arrays, which has no sidecar
 EPOCHS_DIR = f"{SIDECAR_DIR}/epochs"
 LEASES_DIR = f"{SIDECAR_DIR}/leases"
@@ -45,6 +48,7 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what it has not committed 
 
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
 _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
+_SIGNED_RECORD = re.compile(r"sha256-([0-9]{1,6})\.json")
 _EPOCH = re.compile(r"([0-9]{8})(?:\.copy)?\.json")
 _PIN = re.compile(r"pin-([0-9]{18})\.json")
 _DOOMED = re.compile(r"doomed-[0-9a-f]{32}\.json")
@@ -115,6 +119,24 @@ def process_of_sidecar(name: str) -> int | None:
     """The process of a sidecar's file name; None for any other name."""
     match = _SIDECAR.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def signed_record_name(process: int) -> str:
+    """The file name, next to a sidecar, of the same record with digests for which nobody can make other bytes."""
+    return f"sha256-{process}.json"
+
+
+def process_of_signed_record(name: str) -> int | None:
+    """The process of such a record's file name; None for any other name."""
+    match = _SIGNED_RECORD.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_of_signature(key: str) -> bool:
+    """Whether an object of a step, by its key in the step, is there because the step was signed."""
+    directory, _, name = key.rpartition("/")
+    in_sidecars = directory.rpartition("/")[2] == SIDECAR_DIR
+    return name == SIGNATURE or (in_sidecars and process_of_signed_record(name) is not None)
 
 
 def epoch_name(epoch: int) -> str:

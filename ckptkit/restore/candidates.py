@@ -9,6 +9,7 @@ from typing import Any, final
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.read_step import DurableReader
+from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
@@ -44,6 +45,7 @@ class Inventory:
         *,
         client: PeerClient | None = None,
         rank: tuple[int, int] = (0, 1),
+        trusted: TrustedKey | None = None,
     ):
         self.local = LocalTiers(host_dirs, events)
         self.durable = durable
@@ -51,6 +53,7 @@ class Inventory:
         self._rank = rank
         self._epochs = epochs
         self._events = events
+        self._trusted = trusted
         self._ahead: tuple[int, DurableReader] | None = None
 
     def report(self, save: LocalSave, refusal: str | None = None) -> list[Any]:
@@ -85,7 +88,7 @@ class Inventory:
         ahead = reader if step == looked_into else None
 
         def open_durable(wanted: VerifySelection) -> DurableReader:
-            return ahead if ahead is not None and wanted == proves else self.durable.reader(step, wanted)
+            return ahead if ahead is not None and wanted == proves else self.durable.reader(step, wanted, self._trusted)
 
         return open_durable
 
@@ -100,7 +103,7 @@ class Inventory:
         self._ahead = None
         others: list[Callable[[], Any]] = []
         if steps and ahead is not None and properties_of(self.durable.url).round_trips:
-            self._ahead = steps[0], self.durable.reader(steps[0], ahead)
+            self._ahead = steps[0], self.durable.reader(steps[0], ahead, self._trusted)
             others = [partial(self._ahead[1].look_ahead, looked[steps[0]])]
         return steps, self._names(steps[:_AT_ONCE], others)
 

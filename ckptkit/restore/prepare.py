@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
 
-from ckptkit.errors import UnsuitedSaveError
+from ckptkit.errors import UnsuitedSaveError, UntrustedStepError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.job.data.position import joined
 from ckptkit.model.boxes import boxes_by_process
@@ -64,7 +64,14 @@ class Preparer:
         return self.prepare(candidate.save_id, holdings, asked)
 
     def prepare(self, save_id: SaveId, holdings: Holdings, asked: SortedRequest) -> Prepared:
-        """The same for what was sorted out already."""
+        """The same for what was sorted out already. Raises `UntrustedStepError` for what a signature cannot prove."""
+        if asked.orbax and holdings.trusted:
+            raise UntrustedStepError(
+                f"only Orbax restores {sorted(asked.orbax)} in this form, and it compares nothing with the signed "
+                "digests; ask for arrays, numbers, JSON and iterators as they were saved",
+                step=save_id.step,
+                path=self._where,
+            )
         with collection_paused():
             files = {
                 item: stored_files(holdings.manifests, item)

@@ -188,6 +188,7 @@ class SourceSearch:
             readers=(*fast.readers, reader.read),
             expect=reader.expect,
             unproven=_unproven(reader.without_sidecars, (*fast.manifests, *durable)),
+            trusted=reader.is_trusted,
         )
 
 

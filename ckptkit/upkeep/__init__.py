@@ -26,5 +26,8 @@ if TYPE_CHECKING:
     from ckptkit.upkeep.rolling_back import RollbackPlan as RollbackPlan
     from ckptkit.upkeep.rolling_back import plan_rollback as plan_rollback
     from ckptkit.upkeep.rolling_back import rollback as rollback
+    from ckptkit.upkeep.signing import Signing as Signing
+    from ckptkit.upkeep.signing import sign as sign
+    from ckptkit.upkeep.signing import with_signatures as with_signatures
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

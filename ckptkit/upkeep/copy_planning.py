@@ -222,7 +222,7 @@ def _single(here: _Root, there: _Root, url: str, as_step: int | None, adopted: A
         target=into,
         steps=(planned,),
         ancestry=None,
-        notes=() if adopted is None else _adopted_notes(into, number, adopted),
+        notes=() if adopted is None else _adopted_notes(planned, into, adopted),
         adoption=adoption,
     )
 
@@ -245,7 +245,13 @@ def _require_same_run(here: _Root, there: _Root, step: DurableStep) -> None:
     )
 
 
-def _adopted_notes(into: str, step: int, adopted: AdoptedAs) -> tuple[str, ...]:
+def _adopted_notes(planned: CopyStep, into: str, adopted: AdoptedAs) -> tuple[str, ...]:
+    unsigned = f"{planned.target} is not signed: it has a new identity; sign it again"
+    signed = () if paths.SIGNATURE not in planned.sizes else (unsigned,)
+    return (*signed, *_order_notes(into, paths.step_of_name(planned.target.rpartition("/")[2]) or 0, adopted))
+
+
+def _order_notes(into: str, step: int, adopted: AdoptedAs) -> tuple[str, ...]:
     if adopted == "newest":
         note = f"the next restart of {into} takes step {step}; the next durable save of a running job is refused"
         return (note,)

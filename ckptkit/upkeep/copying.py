@@ -203,7 +203,7 @@ class _Copying:
 
     def _run(self, resume: bool) -> None:
         self._begin(resume)
-        keys = [key for key in self._step.sizes if key not in self._arrived and key != paths.COMMIT_MARK]
+        keys = [key for key in self._step.sizes if key not in self._arrived and self._is_copied(key)]
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-copy")
         try:
             for _ in pool.map(self._copy, keys):
@@ -242,6 +242,10 @@ class _Copying:
             return
         self._remove()
         self._write_journal()
+
+    def _is_copied(self, key: str) -> bool:
+        """The mark is written last. A new identity is not what was signed."""
+        return key != paths.COMMIT_MARK and not (self._adoption is not None and paths.is_of_signature(key))
 
     def _copy(self, key: str) -> None:
         size, digest = copy_object(f"{self._step.source}/{key}", f"{self._place}/{key}")
@@ -392,17 +396,17 @@ def copy_object(source: str, target: str) -> tuple[int, str]:
     return retried(attempt, tries_min=_TRIES)
 
 
-def digest_of_object(url: str) -> tuple[int, str]:
+def digest_of_object(url: str, new_digest: Callable[[], Any] = xxhash.xxh3_128) -> tuple[int, str]:
     """The bytes and the digest of an object, read in parts. Raises what `copy_object` does."""
 
     def attempt() -> tuple[int, str]:
-        digest = xxhash.xxh3_128()
+        digest = new_digest()
         return sum(len(part) for part in _read(url, digest)), digest.hexdigest()
 
     return retried(attempt, tries_min=_TRIES)
 
 
-def _read(url: str, digest: xxhash.xxh3_128) -> Iterator[bytes]:
+def _read(url: str, digest: Any) -> Iterator[bytes]:
     ranges = open_ranges(url)
     try:
         for start in range(0, ranges.size, PART_BYTES):

@@ -201,7 +201,7 @@ def _step_usage(each: DurableStep, pinned: set[int], used: set[int], root: Place
 def _kind(item: Place, key: str, *, inside: bool) -> UsageKind:
     """The kind of a file, by its path in an item."""
     parts = key.split("/")
-    if paths.SIDECAR_DIR in parts:
+    if paths.SIDECAR_DIR in parts or parts[-1] == paths.SIGNATURE:
         return "digests"
     if parts[-1] in _METADATA or parts[0] == ARRAY_METADATAS or (not inside and item_kind(item) is None):
         return "metadata"

@@ -84,13 +84,14 @@ CALLS: dict[str, list[list[str]]] = {
         ["run", "--dry-run", "--events", "{path}", "--", "true"],
     ],
     "scrub": [["scrub", "{path}"], ["scrub", "{root}", "--tier", "{path}"]],
+    "sign": [["sign", "{path}", "--key", "{path}"], ["sign", "{root}/1", "--key", "{path}", "--dry-run"]],
     "simulate": [["simulate", "--trace", "{path}", "--runs", "2", "--days", "1"]],
     "steps": [["steps", "{path}"], ["steps", "{root}", "--tier", "{path}"]],
     "tiers clean": [["tiers", "clean", "{path}", "--idle", "0s"]],
     "tiers list": [["tiers", "list", "{path}"]],
     "tune": [["tune", "{out}", "--like", "{path}", "--probe", "1MB", "--rounds", "1"]],
     "unpin": [["unpin", "{path}", "1"]],
-    "verify": [["verify", "{path}"]],
+    "verify": [["verify", "{path}"], ["verify", "{root}", "--key", "{path}"]],
 }
 
 
