@@ -58,11 +58,12 @@ def diff(
         tensors = mapped(one.by_name(), rules), two.by_name()
         with reading_bar() as progress:
             found = diff_tensors(*tensors, rtol=rtol, atol=atol, memory_bytes=memory_bytes, progress=progress)
+        origins = one.facts.origin.differences(two.facts.origin)
         notes = [f"not compared: {each}" for each in dict.fromkeys([*no_arrays(one), *no_arrays(two)])]
     if as_json:
-        print_json({**found.to_json(), "notes": notes})
+        print_json({**found.to_json(), "notes": notes, "provenance": origins})
     else:
-        _show(found, notes, top, depth)
+        _show(found, [*map(_told, origins), *notes], top, depth)
     return Exit.OK if found.same else Exit.DIFFERENT
 
 
@@ -88,6 +89,11 @@ def _show(found: Difference, notes: Sequence[str], top: int | None, depth: int |
             print_top(_COLUMNS, [_row(leaf) for leaf in leaves], top)
         else:
             print_top(_GROUP_COLUMNS, _groups(leaves, depth), top)
+
+
+def _told(origin: tuple[str, str | None, str | None]) -> str:
+    name, one, two = origin
+    return f"made with another {name}: {one or 'none'} in A, {two or 'none'} in B"
 
 
 def _row(leaf: LeafDifference) -> list[str]:

@@ -13,6 +13,8 @@ from ckptkit.guard.record import FORMAT, describe
 from ckptkit.inspection import Inspection, Item, LeafInfo, totals
 from ckptkit.util import clock
 
+_VALUE_CHARS = 200  # of a flag or a command; --json has all of it
+
 
 def matching(found: Inspection, pattern: str | None, sort: str | None) -> Inspection:
     """`found` with only the leaves that match, in the order asked for; raises where none does."""
@@ -73,10 +75,15 @@ def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:
         lines.append(
             "  proven: every cell has a digest (not checked here)" if origin.proven else f"  {_unproven(found)}"
         )
+    lines += [f"  {name}: {_short(value)}" for name, value in origin.provenance.items()]
     if sums["leaves"] or origin.writer != "unknown":
         leaves = count_text(sums["leaves"], "leaf", "leaves")
         lines.append(f"  {leaves}, {size_text(sums['bytes'])} ({sums['bytes']} bytes){_stored(found)}")
     return lines
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _VALUE_CHARS else f"{value[:_VALUE_CHARS]}..."
 
 
 def _stored(found: Inspection) -> str:

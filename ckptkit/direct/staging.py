@@ -16,6 +16,7 @@ from ckptkit.save.records import with_shardings
 from ckptkit.snapshot.copying import copy_shards
 from ckptkit.snapshot.describe import describe_items, with_digests
 from ckptkit.snapshot.items import save_items
+from ckptkit.snapshot.provenance import provenance_here
 from ckptkit.snapshot.shards import local_shards
 
 _LONE = SaveId(epoch=0, step=0, number=0)  # of no run: a run's first epoch is 1
@@ -40,7 +41,12 @@ def staged(args: Any, item: str, kept: StagingMemory) -> HostTreeSave | None:
     digests = copy_shards(local_shards(description, captured.trees), memory)
     manifest = Manifest(
         save_id=_LONE,
-        writer=Writer(process=jax.process_index(), count=jax.process_count(), host=socket.gethostname()),
+        writer=Writer(
+            process=jax.process_index(),
+            count=jax.process_count(),
+            host=socket.gethostname(),
+            provenance=provenance_here(),
+        ),
         slot="",
         arrays=with_digests(description, digests),
         inline=captured.inline,

@@ -24,6 +24,7 @@ from ckptkit.inspection.directories import (
     step_items,
 )
 from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
+from ckptkit.inspection.provenance import provenance_of
 from ckptkit.inspection.records import Inspection, Item, LeafInfo, SaveOrigin
 from ckptkit.inspection.roots import newest_committed, read_ancestry, read_root
 from ckptkit.inspection.shares import (
@@ -39,7 +40,7 @@ from ckptkit.inspection.shares import (
     sidecars_lost,
 )
 from ckptkit.model import paths
-from ckptkit.model.manifest import Manifest
+from ckptkit.model.manifest import Manifest, Writer
 from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
 from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
@@ -161,6 +162,7 @@ def _origin(
         return SaveOrigin(writer="orbax", processes=_stock_processes(items), committed_at_s=at_s), {}
     sidecars: dict[str, Manifest] = {}
     hosts: set[str] = set()
+    writers: dict[int, Writer] = {}
     for item in ours:
         try:
             present = sidecar_processes(item)
@@ -175,6 +177,7 @@ def _origin(
             continue
         sidecars[item.name] = told[present[0]]
         hosts.update(manifest.writer.host for manifest in own.values())
+        writers |= {process: manifest.writer for process, manifest in own.items()}
     first = next(iter(sidecars.values()), None)
     origin = SaveOrigin(
         writer="ckptkit",
@@ -183,6 +186,7 @@ def _origin(
         processes=None if first is None else first.writer.count,
         hosts=tuple(sorted(hosts)),
         committed_at_s=at_s,
+        provenance={} if first is None else provenance_of([writers[process] for process in sorted(writers)], first),
     )
     return origin, sidecars
 
@@ -275,6 +279,7 @@ def _of_manifest(path: Path, manifest: Manifest, kind: Literal["slot", "item"], 
             processes=writer.count,
             hosts=(writer.host,),
             committed_at_s=at_s,
+            provenance=provenance_of([writer], manifest),
         ),
         items=items_of_manifest(manifest),
         notes=(note,),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -80,7 +80,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOrigin:
-    """The writer. `proven`: the record of every process, with the digests of its cells, exists and is complete."""
+    """The writer. `proven`: the record of every process, with the digests of its cells, exists and is complete.
+
+    `provenance` are versions, flags and command of its first process, by name, and `mesh`; empty where none is known.
+    """
 
     writer: Literal["ckptkit", "orbax", "unknown"]
     proven: bool = False
@@ -88,6 +91,16 @@ class SaveOrigin:
     processes: int | None = None
     hosts: tuple[str, ...] = ()
     committed_at_s: float | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def differences(self, other: SaveOrigin) -> tuple[tuple[str, str | None, str | None], ...]:
+        """How the provenance of another save differs: name, value here, value there (None: unknown). Empty if one of
+        both has none."""
+        if not self.provenance or not other.provenance:
+            return ()
+        names = dict.fromkeys([*self.provenance, *other.provenance])
+        pairs = ((name, self.provenance.get(name), other.provenance.get(name)) for name in names)
+        return tuple((name, here, there) for name, here, there in pairs if here != there)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

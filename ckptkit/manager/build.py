@@ -40,6 +40,7 @@ from ckptkit.save.worker import threads
 from ckptkit.schedule.decider import Decider
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
+from ckptkit.snapshot.provenance import provenance_here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,12 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         pipeline = SavePipeline(
             make_tiers(arenas, memory, in_flight_max, durable, epochs, peer_copies),
             job,
-            Writer(process=coordinator.process, count=coordinator.count, host=settings.host_id),
+            Writer(
+                process=coordinator.process,
+                count=coordinator.count,
+                host=settings.host_id,
+                provenance=provenance_here(settings.saving.revision, with_command=settings.saving.record_command),
+            ),
             branch,
             retention,
             settings.saving,

@@ -200,6 +200,9 @@ class SaveOptions:
         saves and those of a preemption always wait.
       on_failure: the consequences of failed durable saves.
       replicas: the comparison of data replicas at each save; None: no comparison.
+      revision: that of the caller's source, for the provenance of each save; None: the environment variable
+        `CKPTKIT_REVISION`.
+      record_command: whether the provenance has the command line of the process. Turn it off if that has secrets.
 
     Raises ValueError for a value that is not one of these.
     """
@@ -210,6 +213,8 @@ class SaveOptions:
     durable_busy: DurableBusy = "wait"
     on_failure: FailurePolicy = field(default_factory=FailurePolicy)
     replicas: ReplicaPolicy | None = field(default_factory=ReplicaPolicy)
+    revision: str | None = None
+    record_command: bool = True
 
     def __post_init__(self) -> None:
         strategies = (*get_args(Strategy), "auto")
@@ -221,6 +226,8 @@ class SaveOptions:
             raise ValueError(f"host_bytes_max={self.host_bytes_max}: give a number of bytes, or None for no setting")
         if self.durable_busy not in get_args(DurableBusy):
             raise ValueError(f"durable_busy {self.durable_busy!r}: give one of {', '.join(get_args(DurableBusy))}")
+        if not isinstance(self.revision, str | None):
+            raise ValueError(f"revision={self.revision!r}: give the revision as text, or None")
         _check_kind(self, "on_failure", FailurePolicy)
         _check_kind(self, "replicas", ReplicaPolicy, optional=True)
 

@@ -17,7 +17,7 @@ from ckptkit.inspection.places import Place
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.model.boxes import Box, cells_of, missing_elements
 from ckptkit.model.handler_files import is_file, with_file_digests, with_file_leaves
-from ckptkit.model.manifest import FILES, BoxRecord, LeafRecord, Manifest, Writer, cell_ranges, digest_of
+from ckptkit.model.manifest import FILES, BoxRecord, LeafRecord, Manifest, cell_ranges, digest_of
 from ckptkit.snapshot.small_items import files_in
 from ckptkit.store.base import checked_key
 from ckptkit.verification.sources import Sources
@@ -54,7 +54,7 @@ def _sidecars_of(item: Place, name: str, sources: Sources) -> tuple[Manifest, ..
             raise CannotMendError(f"sidecars of item {name} are damaged, and no slot on this host has their content")
         for process, leaves in _shares_of(name, lacking, slots, list(whole.values()), sources).items():
             base = next((each for each in slots if each.writer.process == process), slots[0])
-            writer = Writer(process=process, count=first.writer.count, host=base.writer.host)
+            writer = dataclasses.replace(base.writer, process=process, count=first.writer.count)
             described = with_file_digests(base)
             whole[process] = dataclasses.replace(described, writer=writer, slot="", arrays={name: leaves})
     return tuple(whole[process] for process in range(first.writer.count))
