@@ -402,7 +402,7 @@ def test_the_package_itself_accepts_a_signed_step(run: Path, keys: Keys) -> None
     config.verify(run / "2", run / "2" / "ckptkit.sig")
     flip(run / "2")
     config = verifying.Config().use_elliptic_key_verifier(public_key=keys.public)
-    with pytest.raises(ValueError, match="Hash mismatch for 'state/d/"):
+    with pytest.raises(ValueError, match=r"Hash mismatch for .*state/d/"):
         config.verify(run / "2", run / "2" / "ckptkit.sig")
 
 
