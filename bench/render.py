@@ -15,8 +15,8 @@ BEGIN, END = "<!-- figures: `make figures` writes what is between these lines --
 # The rows of the README, with their labels; the rest is in the report.
 README_FIGURES = {
     ("faults", "goodput"): "goodput of a training with injected faults",
-    ("faults", "lost_work_s"): "work repeated after these faults",
-    ("faults", "wrong_runs"): "runs of these that ended with wrong bits (bit flips are injected)",
+    ("faults", "lost_work_s"): "work that a training repeated after injected faults",
+    ("faults", "wrong_runs"): "trainings with injected faults and bit flips that ended with wrong bits",
     ("stall", "stall_ms_per_save"): "stall of a save while the step keeps all cores busy",
     ("stall", "stall_idle_ms_per_save"): "stall of a save while the step runs elsewhere",
     ("commit", "commit_gbps"): "from `save` to the commit on the ramdisk",
