@@ -214,7 +214,7 @@ class SimDurable:
         self._parts: dict[str, dict[int, Any]] = {}
         self._kept: list[int] = sorted(root.steps)
         self.shared_bytes = 0
-        self.pace = SimpleNamespace(begin_urgent=lambda save_id: None, end_urgent=lambda save_id: None)
+        self.pace = SimpleNamespace(taken_bytes=0, begin_urgent=lambda save_id: None, end_urgent=lambda save_id: None)
 
     def save(
         self,
