@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ckptkit.errors import GuardStopError as GuardStopError
     from ckptkit.errors import ItemNotFoundError as ItemNotFoundError
     from ckptkit.errors import NoRestorableStepError as NoRestorableStepError
+    from ckptkit.errors import ProgramChangedError as ProgramChangedError
     from ckptkit.errors import ReplicaMismatchError as ReplicaMismatchError
     from ckptkit.errors import SaveFailedError as SaveFailedError
     from ckptkit.errors import SigningKeyError as SigningKeyError
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from ckptkit.guard import Spike as Spike
     from ckptkit.guard import replay as replay
     from ckptkit.inspection import list_steps as list_steps
+    from ckptkit.job.compiled import CompiledProgram as CompiledProgram
+    from ckptkit.job.compiled import compiled as compiled
     from ckptkit.job.data.batches import ElasticBatches as ElasticBatches
     from ckptkit.manager import CheckpointManager as CheckpointManager
     from ckptkit.manager import RestoreHandle as RestoreHandle

@@ -44,6 +44,10 @@ class CorruptCheckpointError(CheckpointError):
     """Bytes that do not match their digest, or metadata that cannot be what was written."""
 
 
+class ProgramChangedError(CheckpointError):
+    """A program that was loaded from a cache is not the one that its function gives now (`ckptkit.compiled`)."""
+
+
 class UnsuitedSaveError(CorruptCheckpointError):
     """The save is not damaged, and cannot give what was asked for in this form, or to this number of processes."""
 

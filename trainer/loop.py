@@ -29,7 +29,7 @@ from trainer.config import MeshConfig, RunConfig
 from trainer.data import Position, check_same_data, open_batches, start_position
 from trainer.proof import Proof
 from trainer.sharding import batch_sharding, check_offload, check_rules, make_mesh, named_leaves
-from trainer.step import State, compile_step, make_program
+from trainer.step import State, compile_step, make_program, programs_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,13 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         restoring = restore_newest(manager, program.abstract_state, start)
     with events.span("compile"):  # while the bytes come in
         batch_shape = (config.data.global_batch, corpus.record_bytes)
-        take_step = compile_step(program, batch_shape, split=loop.split_step)
+        take_step = compile_step(
+            program,
+            batch_shape,
+            split=loop.split_step,
+            cache=programs_cache(loop.compile_cache),
+            key=repr((model, config.optimizer, config.data.seed)),
+        )
     with events.span("checkpoint_restore"):
         restored = restoring()
     with events.span("training_prep"):

@@ -6,6 +6,7 @@ a counter). A checkpoint of it, with the data position, is all that a resumed ru
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
+from ckptkit import compiled
 from trainer.config import ModelConfig, OptimizerConfig
 from trainer.model import Transformer, cross_entropy
 from trainer.optimizer import make_optimizer
@@ -150,19 +152,30 @@ def _accumulate(
     return jax.tree.map(lambda g: g / microbatches, gradients), loss / microbatches
 
 
-def compile_step(program: Program, batch_shape: tuple[int, int], *, split: bool) -> StepFn:
-    """Compile now, and return `take_step(state, tokens, gate) -> (state, loss)`, which consumes `state`.
+def programs_cache(compile_cache: str | None) -> Path | None:
+    """The directory of compiled programs, in that of JAX's compile cache; None if that is in a bucket."""
+    return None if compile_cache is None or "://" in compile_cache else Path(compile_cache) / "programs"
+
+
+def compile_step(
+    program: Program, batch_shape: tuple[int, int], *, split: bool, cache: Path | None = None, key: Any = None
+) -> StepFn:
+    """Compile now, or load what an earlier start of the same program left in `cache`.
+
+    Returns `take_step(state, tokens, gate) -> (state, loss)`, which consumes `state`.
 
     Args:
         program: the functions.
         batch_shape: (global batch, T + 1) of the int32 tokens.
         split: call `gate()` between gradient and update, the last moment at which the old state may still be read;
             otherwise `gate` comes before the whole step.
+        cache: directory of compiled programs, of this user alone; None keeps none.
+        key: what `program` was made from, besides sources: its configuration.
     """
     tokens = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding(program.mesh))
     state = program.abstract_state
     if not split:
-        whole = program.whole.lower(state, tokens).compile()
+        whole = compiled(program.whole, state, tokens, cache=cache, key=key)
 
         def take_whole_step(state: State, tokens: jax.Array, gate: Callable[[], None]) -> tuple[State, jax.Array]:
             gate()
@@ -170,8 +183,8 @@ def compile_step(program: Program, batch_shape: tuple[int, int], *, split: bool)
 
         return take_whole_step
 
-    gradient = program.gradient.lower(state, tokens).compile()
-    update = program.update.lower(state, state["model"]).compile()
+    gradient = compiled(program.gradient, state, tokens, cache=cache, key=key)
+    update = compiled(program.update, state, state["model"], cache=cache, key=key)
 
     def take_split_step(state: State, tokens: jax.Array, gate: Callable[[], None]) -> tuple[State, jax.Array]:
         gradients, loss = gradient(state, tokens)

@@ -27,6 +27,7 @@ from ckptkit.snapshot.copying import transfer_bytes
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems, abstract_trees, as_it_is, save_items
 from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
+from ckptkit.util import unproven
 from ckptkit.util.clock import Deadline
 
 
@@ -159,6 +160,7 @@ class Saver:
                 f"call delete({step}), before it is saved again"
             )
         self._branch.refuse_to_start_anew(self._durable.url)
+        unproven.wait()
         _refuse_unordered(self._options, request.metrics)
         captured, due = self._capture(request, due)
         if captured.by_orbax(due):  # what the pipeline takes it vetoes itself, where it has to

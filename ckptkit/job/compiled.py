@@ -1,0 +1,341 @@
+"""Compiled programs that a restart loads, instead of tracing and lowering them again."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import pickle
+import stat
+import sys
+import threading
+from contextlib import nullcontext, suppress
+from logging import getLogger
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, final
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+
+from ckptkit.errors import ProgramChangedError
+from ckptkit.util import unproven
+from ckptkit.util.disk_file import refuse_other_owner
+
+_MAGIC = b"ckptkit program 1\n"
+_REFUTED = b"ckptkit program 1, refuted\n"
+_HASH_BYTES = 32
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
+_ENTRIES_MAX = 64  # files of one directory; the oldest go first
+_logger = getLogger("ckptkit")
+
+
+@final
+class CompiledProgram:
+    """A compiled function. `origin`: `loaded` from the cache, or `compiled` now."""
+
+    def __init__(self, program: jax.stages.Compiled, origin: Literal["loaded", "compiled"], proof: _Proof | None):
+        self._program, self._proof = program, proof
+        self.origin = origin
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program on arguments of the shapes, dtypes and shardings that it was compiled for.
+
+        The first call of a loaded program begins its proof in the background. Raises `ProgramChangedError` once that
+        has refuted it.
+        """
+        result = self._program(*args)
+        if self._proof is not None:
+            self._proof.advance()
+            if self._proof.is_proven:
+                self._proof = None
+        return result
+
+    def wait_until_proven(self) -> None:
+        """Returns when a fresh trace has given the same program. Raises `ProgramChangedError` if it gave another."""
+        if self._proof is not None:
+            self._proof.wait()
+
+
+def compiled(fn: Any, *args: Any, cache: str | os.PathLike[str] | None, key: Any = None) -> CompiledProgram:
+    """The program of the jitted function `fn` for `args`: loaded from `cache` if it is there, else compiled and kept.
+
+    `args` may be abstract (`jax.ShapeDtypeStruct` with shardings). JAX's own compilation cache spares a restart the
+    compiler, and not the tracing and lowering in Python; a program that is loaded here needs neither before its first
+    step. They are done in a thread after that step, and their result is compared with what the file was made from.
+    Until then no `CheckpointManager` of this process saves: a program that changed never reaches a checkpoint. If it
+    did change, the next call, or the next save, raises `ProgramChangedError`; the job starts again, and compiles.
+
+    A program is found by: its arguments with their shardings; the source of its module, and of the modules that this
+    names and people edit; the versions of installed packages; devices, flags and JAX's settings; this process's number;
+    and `key`, any JSON value, for what the function takes from elsewhere (a configuration in a closure).
+
+    `cache` is a local directory; None compiles without one. Its files hold pickles, so it has to belong to this user,
+    and nobody else may write there; otherwise it is not used, with a warning. The same holds for a program that cannot
+    be serialised. The newest 64 programs are kept.
+
+    Cost of a load: the sources are read and hashed (about 10 ms for 100 files), the executable is deserialised.
+    """
+    path = None if cache is None else _entry(cache, fn, args, key)
+    if path is None:
+        return CompiledProgram(fn.lower(*args).compile(), "compiled", None)
+    found = _load(path)
+    if found is not None:
+        program, digest = found
+        _logger.info("%s is loaded from %s, and compared with a fresh trace after its first call", _name(fn), path)
+        return CompiledProgram(program, "loaded", _Proof(fn, args, digest, path))
+    lowered = fn.lower(*args)
+    program = lowered.compile()
+    if not _is_refuted(path):
+        _keep(path, program, _digest_of(lowered))
+    return CompiledProgram(program, "compiled", None)
+
+
+@final
+class _Proof:
+    """The comparison of a loaded program with what its function gives today."""
+
+    def __init__(self, fn: Any, args: tuple[Any, ...], digest: bytes, path: Path):
+        self._fn, self._args, self._digest, self._path = fn, args, digest, path
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._mesh = jax.sharding.get_mesh()  # of this thread
+        self.is_proven = False
+        unproven.add(id(self), self.wait)
+
+    def advance(self) -> None:
+        """Begins the comparison, if it has not begun. Raises what it found."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._compare, name="ckptkit-prove-program", daemon=True)
+                self._thread.start()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Returns when the program is proven; raises what the comparison found."""
+        self.advance()
+        assert self._thread is not None
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _compare(self) -> None:
+        try:
+            with nullcontext() if self._mesh.empty else jax.set_mesh(self._mesh):
+                same = _digest_of(self._fn.lower(*self._args)) == self._digest
+        except Exception as error:  # noqa: BLE001  raised by the caller's next call, or next save
+            self._error = error
+            return
+        if same:
+            self.is_proven = True
+            unproven.remove(id(self))
+            return
+        with suppress(OSError):
+            _write(self._path, _REFUTED)  # a program whose key does not tell its versions apart is not kept again
+        self._error = ProgramChangedError(
+            f"{self._path} was made from another program than {_name(self._fn)} gives now, and some steps ran with it; "
+            "none of them was saved. Start again: it is compiled. To have such changes found before a step, put what "
+            "the function depends on into `key` of ckptkit.compiled.",
+            path=str(self._path),
+        )
+
+
+def _entry(cache: str | os.PathLike[str], fn: Any, args: tuple[Any, ...], key: Any) -> Path | None:
+    """Where the program is kept; None, with a warning, where a directory cannot be trusted."""
+    home = Path(cache)
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        refuse_others(home)
+    except OSError as error:
+        _logger.warning("%s cannot keep compiled programs: %s", home, error)
+        return None
+    return home / f"{_name(fn)}-{_key(fn, args, key)}"
+
+
+def refuse_others(path: Path) -> None:
+    """Raises `PermissionError` where anybody else than this user could change what `path` holds."""
+    status = os.stat(path)
+    refuse_other_owner(status, path)
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others may write to {path}: chmod go-w {path}")
+
+
+def _name(fn: Any) -> str:
+    return "".join(c if c.isalnum() or c == "_" else "-" for c in getattr(fn, "__name__", "program"))
+
+
+def _key(fn: Any, args: tuple[Any, ...], key: Any) -> str:
+    leaves, tree = jax.tree.flatten(args)
+    told = {
+        "function": f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', '')}",
+        "tree": str(tree),
+        "leaves": [[list(leaf.shape), str(leaf.dtype), _sharding(leaf)] for leaf in leaves],
+        "key": key,
+        "devices": [[d.id, d.process_index, d.platform, d.device_kind] for d in jax.devices()],
+        "platform": jax.devices()[0].client.platform_version,
+        "process": [jax.process_index(), jax.process_count()],
+        "flags": {name: os.environ.get(name) for name in _FLAGS},
+        "settings": {name: repr(value) for name, value in sorted(jax.config.values.items())},
+        "python": sys.version,
+        "versions": _versions(),
+    }
+    digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=_HASH_BYTES)
+    for path in sorted(_sources(fn)):
+        with suppress(OSError):
+            digest.update(hashlib.blake2b(Path(path).read_bytes()).digest())
+    return digest.hexdigest()[:32]
+
+
+def _sharding(leaf: Any) -> str:
+    """Kind, devices and layout of a leaf's sharding; the text of a sharding leaves the devices out."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return ""
+    indices = sharding.devices_indices_map(tuple(leaf.shape))
+    placed = [[device.id, str(index)] for device, index in indices.items()]
+    return json.dumps([str(sharding), sharding.memory_kind, placed])
+
+
+def _sources(fn: Any) -> set[str]:
+    """The Python files that `fn` is made from and people edit: its own, and those of the modules which that names, and
+    so on; not those of installed packages. Not all imported modules: a forked start has imported more of them."""
+    told = inspect.unwrap(fn)
+    found = {told.__code__.co_filename} if hasattr(told, "__code__") else set[str]()
+    left, seen = [getattr(told, "__module__", None)], set[str]()
+    while left:
+        name = left.pop()
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        path = getattr(module, "__file__", None)
+        if (
+            not isinstance(name, str)
+            or module is None
+            or name in seen
+            or not isinstance(path, str)
+            or _is_installed(path)
+        ):
+            continue
+        if module.__name__.partition(".")[0] == __name__.partition(".")[0]:  # imports its own names when they are used
+            continue
+        seen.add(name)
+        found.add(path)
+        for value in tuple(vars(module).values()):
+            if not isinstance(value, ModuleType):
+                left.append(getattr(value, "__module__", None))
+            elif not value.__name__.startswith(f"{name}."):  # a module below this one is there once it was imported
+                left.append(value.__name__)
+    return found
+
+
+def _is_installed(path: str) -> bool:
+    within = path.startswith((sys.prefix + os.sep, sys.base_prefix + os.sep))
+    return within and ("site-packages" in path or "dist-packages" in path or f"lib{os.sep}python" in path)
+
+
+def _versions() -> list[str]:
+    """Name and version of each installed package, by the names of their metadata: 1 ms; to ask for them takes 0.2 s."""
+    found = set[str]()
+    for home in sys.path:
+        with suppress(OSError):
+            found.update(name for name in os.listdir(home or ".") if name.endswith((".dist-info", ".egg-info")))
+    return sorted(found)
+
+
+def _digest_of(lowered: jax.stages.Lowered) -> bytes:
+    return hashlib.blake2b(lowered.as_text().encode(), digest_size=_HASH_BYTES).digest()
+
+
+def _load(path: Path) -> tuple[jax.stages.Compiled, bytes] | None:
+    """The program of a file and the digest of what it was made from; None where there is none that can be used."""
+    try:
+        data = _read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _logger.warning("%s is not used: %s", path, error)
+        return None
+    if data == _REFUTED:
+        return None
+    at = len(_MAGIC)
+    digest, checksum, payload = (
+        data[at : at + _HASH_BYTES],
+        data[at + _HASH_BYTES :][:_HASH_BYTES],
+        data[at + 2 * _HASH_BYTES :],
+    )
+    if not data.startswith(_MAGIC) or hashlib.blake2b(payload, digest_size=_HASH_BYTES).digest() != checksum:
+        _logger.warning("%s is damaged: the program is compiled again", path)
+        return None
+    try:
+        devices, *serialized = pickle.loads(payload)
+        by_id = {device.id: device for device in jax.devices()}
+        found = serialize_executable.deserialize_and_load(
+            *serialized, execution_devices=[by_id[each] for each in devices]
+        )
+    except Exception as error:  # noqa: BLE001  JAX and XLA raise errors of many kinds here
+        _logger.warning("%s cannot be loaded (%s): the program is compiled again", path, error)
+        return None
+    with suppress(OSError):
+        os.utime(path)
+    return found, digest
+
+
+def _read(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        refuse_other_owner(status, path)
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"others may write to {path}")
+        return file.read()
+
+
+def _is_refuted(path: Path) -> bool:
+    with suppress(OSError):
+        return _read(path) == _REFUTED
+    return False
+
+
+def _keep(path: Path, program: jax.stages.Compiled, digest: bytes) -> None:
+    try:
+        devices = [device.id for device in _devices_of(program)]
+        payload = pickle.dumps((devices, *serialize_executable.serialize(program)))
+    except Exception as error:  # noqa: BLE001  a program that cannot be serialised, for reasons of many kinds
+        _logger.warning("%s is not kept for the next start: %s", _name(program), error)
+        return
+    checksum = hashlib.blake2b(payload, digest_size=_HASH_BYTES).digest()
+    try:
+        _write(path, _MAGIC + digest + checksum + payload)
+        _forget_oldest(path.parent)
+    except OSError as error:
+        _logger.warning("%s is not kept for the next start: %s", path, error)
+
+
+def _devices_of(program: jax.stages.Compiled) -> list[Any]:
+    """The devices of a program, in its order."""
+    shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
+    for each in shardings:
+        if isinstance(each, jax.sharding.NamedSharding) and isinstance(each.mesh, jax.sharding.Mesh):
+            return list(np.asarray(each.mesh.devices).flat)
+    return next((list(each.device_set) for each in shardings if len(each.device_set) == 1), jax.devices()[:1])
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Atomic: a reader sees the whole file or none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _forget_oldest(home: Path) -> None:
+    files = sorted((path for path in home.iterdir() if path.is_file()), key=lambda path: path.stat().st_mtime)
+    for path in files[:-_ENTRIES_MAX]:
+        path.unlink(missing_ok=True)
