@@ -34,27 +34,29 @@ def make_manager(config: CheckpointConfig, events: ckptkit.EventLog, guard: ckpt
     """
     if config.directory is None:
         return None
+    keep_durable: dict[str, Any] = {"max_to_keep": config.keep}
+    if guard:
+        policies = ocp.checkpoint_managers.preservation_policy
+        either = [guard.preservation_policy(config.save_every), policies.LatestN(config.keep)]
+        keep_durable = {"preservation_policy": policies.AnyPreservationPolicy(either)}
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=config.save_every,
-        max_to_keep=max(config.keep, guard.saves_to_keep(config.save_every)) if guard else config.keep,
+        **keep_durable,
         cleanup_tmp_directories=True,
         enable_async_checkpointing=config.manager != "orbax-sync",
     )
     if config.manager != "ckptkit":
         return StockOrbax(config.directory, options, events)
 
-    def keep(every_steps: int) -> ckptkit.KeepNewest | None:
-        return ckptkit.KeepNewest(guard.saves_to_keep(every_steps)) if guard else None
-
     tiers = []
     if config.ram is not None:
         save = ckptkit.EverySteps(config.ram_every)
-        tiers.append(ckptkit.Tier.ram(config.ram, save=save, keep=keep(config.ram_every)))
+        tiers.append(ckptkit.Tier.ram(config.ram, save=save, keep=guard.keep(config.ram_every) if guard else None))
     if config.peer_copies:
         tiers.append(ckptkit.Tier.peer(copies=config.peer_copies, save=ckptkit.EverySteps(config.ram_every)))
     if config.ssd is not None:
         save = ckptkit.EverySteps(config.ssd_every)
-        tiers.append(ckptkit.Tier.ssd(config.ssd, save=save, keep=keep(config.ssd_every)))
+        tiers.append(ckptkit.Tier.ssd(config.ssd, save=save, keep=guard.keep(config.ssd_every) if guard else None))
     return ckptkit.CheckpointManager(
         config.directory,
         options=options,
@@ -74,7 +76,7 @@ def restore_newest(
     """
     if manager is None or manager.latest_step() is None:
         return lambda: None
-    handle = manager.restore_async(None, args=_wanted(abstract_state))
+    handle = manager.restore_async(None, args=wanted(abstract_state))
 
     def result() -> tuple[State, Position]:
         restored = handle.result()
@@ -91,7 +93,7 @@ def go_back(
     Raises:
         ckptkit.GuardStopError: the guard went back too often, or no save is old enough.
     """
-    restored = guard.roll_back(manager, alarm, args=_wanted(abstract_state))
+    restored = guard.roll_back(manager, alarm, args=wanted(abstract_state))
     position = resume_position(restored["data"], start)
     guard.resume(position.guard)
     return restored["state"], replace(position, guard=guard.to_json())
@@ -153,7 +155,8 @@ def prepare(manager: Any | None, state: State, position: Position) -> None:
         manager.prepare(_args(state, position))
 
 
-def _wanted(abstract_state: State) -> Any:
+def wanted(abstract_state: State) -> Any:
+    """The arguments that restore a state, placed like `abstract_state`, and its position."""
     return ocp.args.Composite(
         state=ocp.args.StandardRestore(abstract_state),  # pyright: ignore[reportCallIssue]
         data=ocp.args.JsonRestore(),

@@ -10,19 +10,15 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from ckptkit.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    GuardStopError,
-    NoRestorableStepError,
-    StepNotFoundError,
-)
+from ckptkit.errors import GuardStopError
 from ckptkit.events import EventLog, Kind
 from ckptkit.guard.record import Alarm, GuardRecord, Rollback
 from ckptkit.guard.rules import Divergence, NonFinite, Reading, Rule, Spike
 from ckptkit.guard.skips import Skips
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
+from ckptkit.manager.restore import restore_first
+from ckptkit.model.tiers import KeepGood
 
 StepNumber = Literal["done", "last"]
 
@@ -68,6 +64,20 @@ class GuardPolicy:
             )
         if self.step_number not in get_args(StepNumber):
             raise ValueError(f"step_number={self.step_number!r}: give one of {', '.join(get_args(StepNumber))}")
+
+
+class GoodPreservation:
+    """Orbax's preservation policy of `Guard.preservation_policy`: keeps what `keep` keeps."""
+
+    def __init__(self, keep: KeepGood):
+        self._keep = keep
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Whether to keep each of `checkpoints`."""
+        del context
+        newest_first = sorted(checkpoints, key=lambda each: each.step, reverse=True)
+        kept = {each.step for each in self._keep.kept(newest_first, (), self._keep.count)}
+        return [each.step in kept for each in checkpoints]
 
 
 class Guard:
@@ -117,6 +127,26 @@ class Guard:
         """How many of the newest saves, one every `every_steps`, a tier has to keep so that one is old enough."""
         late_steps = self._policy.lag_steps + self.reach_steps
         return math.ceil(late_steps / every_steps) + 1
+
+    def is_good(self, step: int) -> bool:
+        """Whether a save with this number was taken while nothing was suspicious: only such saves serve a rollback.
+
+        True for a save that is older than the last 100 suspicious stretches. The loop calls `to_json` before `save`,
+        so that the answer is the same on every process from the save on.
+        """
+        return not self._known.was_suspicious(self._last_done(step))
+
+    def keep(self, every_steps: int) -> KeepGood:
+        """The policy of a fast tier with a save every `every_steps`: `Tier.ram(..., keep=guard.keep(2))`.
+
+        Keeps `saves_to_keep(every_steps)` steps. The oldest of them is the last good one: older than a coming alarm's
+        reach, and taken while nothing was suspicious. It is kept until a newer step has both.
+        """
+        return KeepGood(self.saves_to_keep(every_steps), self._is_good_save)
+
+    def preservation_policy(self, every_steps: int) -> GoodPreservation:
+        """The same for the durable tier: `CheckpointManagerOptions(preservation_policy=...)`, without `max_to_keep`."""
+        return GoodPreservation(self.keep(every_steps))
 
     def rate_factor(self, step: int) -> float:
         """The factor for the learning rate of `step`: 1.0, or that of `SlowDown` after a rollback."""
@@ -222,6 +252,7 @@ class Guard:
         findings = [finding for finding in (rule.judge(readings) for rule in rules) if finding is not None]
         if findings:
             readings = (*readings[:-1], reading._replace(suspect=True))
+            record = replace(record, suspicious=record.suspicious_with(reading.step))
             self._tell(signal, reading, readings, findings[0].rule, findings[0].limit)
         alarm = record.alarm
         for found in findings:
@@ -244,11 +275,20 @@ class Guard:
                 Kind.SUSPECTED, step=reading.step, signal=signal, value=str(reading.value), rule=rule, limit=str(limit)
             )
 
+    def _is_good_save(self, save: Any) -> bool:
+        # Between `roll_back` and `resume` nothing is known yet: what is kept then is what was kept.
+        return self._record is None or self.is_good(save.step)
+
+    def _last_done(self, step: int) -> int:
+        """The last step that a save with this number holds."""
+        return step - 1 if self._policy.step_number == "done" else step
+
     def _agreed(self, manager: CheckpointManager, alarm: Alarm, first: int) -> list[int]:
         """The saves that are old enough, newest first, as process 0 knows them."""
         manager.reload()  # saves that are under way are committed or lost first
         oldest_ok = first if self._policy.step_number == "done" else first - 1
-        mine = sorted((step for step in manager.all_steps() if step <= oldest_ok), reverse=True)
+        old = sorted((step for step in manager.all_steps() if step <= oldest_ok), reverse=True)
+        mine = [step for step in old if self.is_good(step)]
         self._coordinator = self._coordinator or make_coordinator()
         said = gather(self._coordinator, "guard", {"alarm": alarm.to_json(), "steps": mine})
         for process, other in enumerate(said):
@@ -271,16 +311,14 @@ class Guard:
             raise self._stopped(alarm, f"{len(row)} rollbacks in a row did not help, and the limit is reached")
 
     def _restored(self, manager: CheckpointManager, alarm: Alarm, offered: Sequence[int], args: Any) -> tuple[int, Any]:
-        damaged: list[CheckpointError] = []
         with self._events.span("checkpoint_restore"):
-            for step in offered:
-                try:
-                    return step, manager.restore(step, args=args)
-                except (CorruptCheckpointError, NoRestorableStepError, StepNotFoundError) as error:  # on all processes
-                    damaged.append(error)
-        margin = f"{self._policy.margin_steps} steps older than step {alarm.onset}"
+            step, restored, damaged = restore_first(offered, lambda each: manager.restore(each, args=args))
+        if step is not None:
+            return step, restored
+        old = f"{self._policy.margin_steps} steps older than step {alarm.onset}"
+        margin = f"{old} and was taken while nothing was suspicious"
         why = f"no save is {margin}" if not offered else f"no save that is {margin} can be restored: {damaged[0]}"
-        raise self._stopped(alarm, f"{why}; keep {self.reach_steps} steps of saves (Guard.saves_to_keep)")
+        raise self._stopped(alarm, f"{why}; keep {self.reach_steps} steps of saves (Guard.keep)")
 
     def _stopped(self, alarm: Alarm, why: str) -> GuardStopError:
         self._events.emit(Kind.GUARD_STOPPED, step=alarm.step, reason=why, alarm=str(alarm))

@@ -12,6 +12,7 @@ from ckptkit.guard.rules import Reading
 from ckptkit.guard.skips import Skips
 
 FORMAT = "ckptkit.guard/1"
+STRETCHES_MAX = 100  # suspicious stretches that a record keeps: some 20 bytes each; older saves were deleted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +68,15 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardRecord:
-    """The last readings by signal, an alarm that was not answered yet, and every rollback of the run, oldest first."""
+    """The last readings by signal, an alarm that was not answered yet, and every rollback of the run, oldest first.
+
+    `suspicious`: the last stretches of steps (first, last) in which a signal was suspicious, ascending.
+    """
 
     readings: Mapping[str, tuple[Reading, ...]] = field(default_factory=dict)
     alarm: Alarm | None = None
     rollbacks: tuple[Rollback, ...] = ()
+    suspicious: tuple[tuple[int, int], ...] = ()
 
     @property
     def skips(self) -> Skips:
@@ -91,6 +96,17 @@ class GuardRecord:
             starts += [] if row is None else [row]
         return min(starts, default=None)
 
+    def was_suspicious(self, step: int) -> bool:
+        """Whether a signal was suspicious at a step."""
+        return any(first <= step <= last for first, last in self.suspicious)
+
+    def suspicious_with(self, step: int) -> tuple[tuple[int, int], ...]:
+        """The stretches, with `step` among them: the newest one, or the one after it."""
+        if self.suspicious and self.suspicious[-1][1] >= step - 1:
+            *others, (first, last) = self.suspicious
+            return (*others, (first, max(last, step)))
+        return (*self.suspicious, (step, step))[-STRETCHES_MAX:]
+
     def to_json(self) -> dict[str, Any]:
         """As plain values that are JSON: some 30 bytes for each reading that the rules look at."""
         return {
@@ -98,6 +114,7 @@ class GuardRecord:
             "suspect_since": self.suspect_since,
             "alarm": None if self.alarm is None else self.alarm.to_json(),
             "rollbacks": [each.to_json() for each in self.rollbacks],
+            "suspicious": [list(each) for each in self.suspicious],
             "readings": {
                 signal: [[each.step, _plain(each.value), int(each.suspect)] for each in readings]
                 for signal, readings in self.readings.items()
@@ -121,6 +138,8 @@ class GuardRecord:
             },
             alarm=None if saved["alarm"] is None else Alarm.from_json(saved["alarm"]),
             rollbacks=tuple(Rollback.from_json(each) for each in saved["rollbacks"]),
+            # Earlier versions wrote none.
+            suspicious=tuple((int(first), int(last)) for first, last in saved.get("suspicious", ())),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -230,6 +230,22 @@ def _named_untrusted(step: int | None, restorer: Restorer) -> Iterator[None]:
         if step is None or not reasons:
             raise
         raise UntrustedStepError("; ".join(reasons), step=step, path=error.path) from None
+
+
+def restore_first(
+    steps: Sequence[int], restore: Callable[[int], Any]
+) -> tuple[int | None, Any, Sequence[CheckpointError]]:
+    """The first of `steps` that `restore` can restore, with its result and the errors of those before it.
+
+    None if all are damaged or missing, as found by all processes alike. Raises what else `restore` raises.
+    """
+    damaged: list[CheckpointError] = []
+    for step in steps:
+        try:
+            return step, restore(step), damaged
+        except (CorruptCheckpointError, NoRestorableStepError, StepNotFoundError) as error:
+            damaged.append(error)
+    return None, None, damaged
 
 
 def _damaged(step: int, rejected: Sequence[Rejection], others: Sequence[int], url: str) -> CorruptCheckpointError:

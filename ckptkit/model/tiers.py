@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ckptkit.model import paths
 
@@ -138,7 +138,37 @@ class KeepUnflushed:
         return [*newest_first[:1], *others[: self.count]]
 
 
-TierKeep = KeepNewest | KeepBytes | KeepUnflushed
+@dataclass(frozen=True, slots=True)
+class KeepGood:
+    """Keeps `count` steps: the newest ones, and in the place of the oldest of them the newest good one from there on.
+
+    So one good step with `count - 1` newer ones is kept until a newer step is in its place. `is_good` gets a save (with
+    its `step`) and has to answer alike on all processes. Without any good step the newest ones are kept.
+    """
+
+    count: int
+    is_good: Callable[[Any], bool] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"KeepGood({self.count}): the newest step is always kept, so the count is at least 1")
+
+    def most(self, share_bytes: int) -> int:
+        """See `KeepNewest.most`."""
+        del share_bytes
+        return self.count
+
+    def kept(self, newest_first: Sequence[_Save], flushed: Collection[_Save], most: int) -> list[_Save]:
+        """See `KeepNewest.kept`. The newest step is always kept."""
+        del flushed
+        newest, older = newest_first[: max(1, most - 1)], newest_first[max(1, most - 1) :]
+        if most == 1:
+            return list(newest)
+        good = next((save for save in older if self.is_good(save)), None)
+        return [*newest, good] if good is not None else [*newest, *older[:1]]
+
+
+TierKeep = KeepNewest | KeepBytes | KeepUnflushed | KeepGood
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

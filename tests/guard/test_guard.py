@@ -22,6 +22,7 @@ from ckptkit.cli import main
 from ckptkit.goodput import goodput_report
 from ckptkit.guard import Alarm, GuardRecord, Skips
 from ckptkit.job.coordination import LocalCoordinator
+from ckptkit.model.manifest import SaveId
 
 POISON = frozenset(range(60, 63))  # batches
 
@@ -48,9 +49,7 @@ def run(
 ) -> tuple[bytes, Guard, list[int]]:
     """A loop as a user writes it. Returns the weight's bits, the guard, and the batches in the order of training."""
     guard = Guard([NonFinite(), Spike("loss", minimum=8, window=32)], policy=policy, events=events)
-    tier = ckptkit.Tier.ram(
-        str(root / "ram"), save=ckptkit.EverySteps(2), keep=ckptkit.KeepNewest(guard.saves_to_keep(2))
-    )
+    tier = ckptkit.Tier.ram(str(root / "ram"), save=ckptkit.EverySteps(2), keep=guard.keep(2))
     options = ocp.CheckpointManagerOptions(save_interval_steps=20, max_to_keep=2)
     taken: list[int] = []
     with ckptkit.CheckpointManager(
@@ -197,6 +196,52 @@ def test_saves_to_keep_reach_back_before_any_onset() -> None:
             last_save = (alarm + 2) // every * every  # the alarm arrives two steps late
             kept = [last_save - every * age for age in range(guard.saves_to_keep(every))]
             assert any(step <= alarm - 9 for step in kept), (every, alarm)
+
+
+def test_save_within_a_suspicious_stretch_is_never_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would return to a state that was saved while the loss was odd, and begin from the trouble again."""
+    usual = loss_of
+    monkeypatch.setattr(f"{__name__}.loss_of", lambda weight, batch: usual(weight, batch) + 9.0 * (batch == 55))
+    heard: list[ckptkit.Event] = []
+    events = ckptkit.EventLog()
+    events.observe(heard.append)
+    _, guard, _ = run(tmp_path, events=events)
+    (back,) = [event for event in heard if event.kind == Kind.ROLLED_BACK]
+    assert back.step == 54, "save 56 is old enough, and holds the odd step 55"
+    assert guard.skips == Skips(((57, 63),)), "which save was restored decides nothing else"
+    assert GuardRecord.from_json(json.loads(json.dumps(guard.to_json()))).was_suspicious(55)
+    assert [step for step in range(50, 60) if not guard.is_good(step)] == [56]
+
+
+def test_last_good_save_is_kept_until_a_newer_one_is_old_enough() -> None:
+    """A long odd stretch without an alarm would push the only save that serves a rollback out of the tier."""
+    guard = Guard([Spike("loss", minimum=8, patience=3)], policy=GuardPolicy(margin_steps=2, lag_steps=0))
+    assert guard.saves_to_keep(1) == 5, "2 of patience, 2 of margin, and the newest"
+    keep, durable = guard.keep(1), guard.preservation_policy(1)
+    held: list[SaveId] = []
+    lasts: list[int] = []
+    for step in range(90):
+        odd = 40 <= step < 70 and step % 3  # never three in a row
+        assert guard.watch(step, loss=9.0 if odd else 1.0 + random.Random(step).gauss(0, 0.01)) is None
+        guard.to_json()
+        held = keep.kept([SaveId(1, step + 1, 0), *held], (), 5)
+        assert durable.should_preserve(held[::-1], context=None) == [True] * len(held)
+        assert len(held) <= 5
+        lasts.append(held[-1].step)
+    assert all(guard.is_good(step) for step in lasts)
+    assert lasts[59:64] == [55, 55, 58, 58, 58], "one in three of the saves 41 to 70 is good"
+    newest = [SaveId(1, step, 0) for step in range(60, 50, -1)]
+    kept = durable.should_preserve(newest, context=None)
+    assert [save.step for save, keeps in zip(newest, kept, strict=True) if keeps] == [60, 59, 58, 57, 55]
+
+
+def test_record_of_an_earlier_version_has_no_suspicious_stretches() -> None:
+    """A run that is resumed by a newer version would stop."""
+    record = Guard().to_json()
+    del record["suspicious"]
+    guard = Guard()
+    guard.resume(record)
+    assert guard.is_good(3)
 
 
 def test_record_survives_json_with_values_that_json_has_not() -> None:

@@ -14,6 +14,7 @@ from ckptkit.model.tiers import (
     EverySeconds,
     EverySteps,
     KeepBytes,
+    KeepGood,
     KeepNewest,
     KeepUnflushed,
     Tier,
@@ -22,7 +23,12 @@ from ckptkit.model.tiers import (
     kept_beside,
 )
 
-KEEPS = st.integers(1, 6).map(KeepNewest) | st.integers(1, 100).map(KeepBytes) | st.integers(1, 6).map(KeepUnflushed)
+KEEPS = (
+    st.integers(1, 6).map(KeepNewest)
+    | st.integers(1, 100).map(KeepBytes)
+    | st.integers(1, 6).map(KeepUnflushed)
+    | st.integers(1, 6).map(lambda count: KeepGood(count, lambda step: step % 3 == 0))
+)
 
 
 @given(interval=st.integers(1, 50), step=st.integers(0, 1000))
@@ -98,6 +104,10 @@ def test_each_policy_keeps_the_documented_steps(held: set[int], flushed: set[int
     assert KeepNewest(count).kept(newest_first, flushed, count) == newest_first[:count]
     by_bytes = KeepBytes(count * 10 + 9)
     assert by_bytes.kept(newest_first, flushed, by_bytes.most(10)) == newest_first[:count], "a part of a step is none"
+    good = KeepGood(count, lambda step: step % 3 == 0).kept(newest_first, flushed, count)
+    assert good[: max(1, count - 1)] == newest_first[: max(1, count - 1)]
+    if count > 1 and (older := newest_first[count - 1 :]):
+        assert good[count - 1] == next((step for step in older if step % 3 == 0), older[0])
     unflushed = KeepUnflushed(count)
     kept = unflushed.kept(newest_first, flushed, unflushed.most(0))
     assert kept[1:] == [step for step in newest_first[1:] if step not in flushed][:count]
@@ -111,6 +121,7 @@ def test_each_policy_keeps_the_documented_steps(held: set[int], flushed: set[int
         (lambda: EverySeconds(float("nan")), r"EverySeconds\(nan\): give a number of seconds above 0"),
         (lambda: KeepNewest(0), r"KeepNewest\(0\): the newest step is always kept, so the count is at least 1"),
         (lambda: KeepBytes(0), r"KeepBytes\(0\): give the bytes"),
+        (lambda: KeepGood(0, bool), r"KeepGood\(0\): the newest step is always kept, so the count is at least 1"),
         (lambda: KeepUnflushed(0), r"KeepUnflushed\(0\): give room for at least 1 step"),
         (
             lambda: Tier.ram("/r", save=cast(Any, 5)),
