@@ -56,7 +56,7 @@ class Step:
     """A durable step with the sidecars of these saves."""
 
     url, round_trips, read, expect = "root/4", False, staticmethod(never), staticmethod(never)
-    without_sidecars = ()
+    without_sidecars, is_trusted = (), False
 
     def __init__(self, *saves: SaveId):
         self.saves = saves
