@@ -79,7 +79,8 @@ def content(path: Path) -> Any:
 
 def plain(value: Any) -> Any:
     if isinstance(value, dict):
-        varying = {"digest", "run", "init_timestamp_nsecs", "commit_timestamp_nsecs", "ts_metrics"}
+        times = {"init_timestamp_nsecs", "commit_timestamp_nsecs", "ts_metrics"}
+        varying = {"digest", "run", "provenance", *times}  # provenance: of this Python, these packages, this command
         return {key: plain(each) for key, each in value.items() if key not in varying}
     return [plain(each) for each in value] if isinstance(value, list) else value
 
