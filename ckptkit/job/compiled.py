@@ -30,6 +30,8 @@ _HASH_BYTES = 32
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 _ENTRIES_MAX = 64  # files of one directory; the oldest go first
 _logger = getLogger("ckptkit")
+_hits = threading.local()
+_listening: list[bool] = []
 
 
 @final
@@ -74,7 +76,7 @@ def compiled(fn: Any, *args: Any, cache: str | os.PathLike[str] | None, key: Any
 
     `cache` is a local directory; None compiles without one. Its files hold pickles, so it has to belong to this user,
     and nobody else may write there; otherwise it is not used, with a warning. The same holds for a program that cannot
-    be serialised. The newest 64 programs are kept.
+    be serialised, or that came from JAX's own cache. The newest 64 programs are kept.
 
     Cost of a load: the sources are read and hashed (about 10 ms for 100 files), the executable is deserialised.
     """
@@ -87,10 +89,30 @@ def compiled(fn: Any, *args: Any, cache: str | os.PathLike[str] | None, key: Any
         _logger.info("%s is loaded from %s, and compared with a fresh trace after its first call", _name(fn), path)
         return CompiledProgram(program, "loaded", _Proof(fn, args, digest, path))
     lowered = fn.lower(*args)
+    before = _hits_of_thread()
     program = lowered.compile()
-    if not _is_refuted(path):
+    if _hits_of_thread() != before:
+        _logger.info("%s is from JAX's compilation cache: such a program is not kept for the next start", _name(fn))
+    elif not _is_refuted(path):
         _keep(path, program, _digest_of(lowered))
     return CompiledProgram(program, "compiled", None)
+
+
+def _hits_of_thread() -> int:
+    """How many programs JAX's compilation cache has given this thread since the first call.
+
+    XLA's CPU backend serialises a program that was itself loaded without a part of its functions (jaxlib 0.10.2): it
+    would be kept, loaded, and fail in its first step.
+    """
+    if not _listening:
+        _listening.append(True)
+        jax.monitoring.register_event_listener(_count_hit)
+    return getattr(_hits, "count", 0)
+
+
+def _count_hit(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _hits.count = getattr(_hits, "count", 0) + 1
 
 
 @final

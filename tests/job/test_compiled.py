@@ -112,6 +112,30 @@ def test_other_programs_are_told_apart(tmp_path: Path, other: Callable[[Path], c
     assert other(tmp_path).origin == "compiled"
 
 
+def test_program_from_the_compilation_cache_of_jax_is_not_kept(tmp_path: Path) -> None:
+    """It would be serialised without its functions, and every later start would fail in its first step."""
+    code = (
+        "import sys, jax, jax.numpy as jnp, ckptkit\n"
+        "jax.config.update('jax_compilation_cache_dir', sys.argv[1])\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)\n"
+        "f = jax.jit(lambda x: (jnp.tanh(x) ** 2.5 @ x).sum())\n"
+        "x = jnp.ones((64, 64))\n"
+        "program = ckptkit.compiled(f, x, cache=sys.argv[2])\n"
+        "print(program.origin, float(program(x)))\n"
+    )
+
+    def start(programs: str) -> str:
+        command = [sys.executable, "-c", code, str(tmp_path / "jax"), str(tmp_path / programs)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.split()[0]
+
+    assert start("a") == "compiled"
+    assert list((tmp_path / "jax").iterdir()), "JAX has kept it"
+    assert start("a") == "loaded"
+    assert [start("b"), start("b")] == ["compiled", "compiled"]
+    assert list((tmp_path / "b").iterdir()) == []
+
+
 def test_changed_setting_of_jax_is_another_program(tmp_path: Path) -> None:
     """Matrix products would have the precision of the first start."""
     program_of(2.0, tmp_path)
