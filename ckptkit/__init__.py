@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from ckptkit.guard import Guard as Guard
     from ckptkit.guard import GuardPolicy as GuardPolicy
     from ckptkit.guard import NonFinite as NonFinite
+    from ckptkit.guard import ReplayPlan as ReplayPlan
     from ckptkit.guard import SlowDown as SlowDown
     from ckptkit.guard import Spike as Spike
     from ckptkit.guard import replay as replay

@@ -18,6 +18,7 @@ from ckptkit.cli.interrupts import Interrupts
 # Each command: its module, where it is a function of the same name, and its line in `ckptkit --help`. A module is
 # imported when its command is called: most need JAX and Orbax, 1.6 s of processor time, and `--help` needs none.
 _COMMANDS = {
+    "certify": ("certify", "Replay steps, and compare the saves with the replay."),
     "chaos": ("chaos", "Run a job under faults, and report what they cost."),
     "convert": ("convert", "Write a checkpoint in another format."),
     "copy": ("copy", "Copy steps to another root."),

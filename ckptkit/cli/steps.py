@@ -77,7 +77,7 @@ def _step_row(entry: StepEntry) -> list[str]:
     age = "" if entry.committed_at_s is None else age_text(clock.wall_s() - entry.committed_at_s)
     return [
         str(entry.step),
-        entry.state,
+        entry.state + ", certified" * entry.certified,
         "" if entry.save_id is None else str(entry.save_id),
         ", ".join(holding.tier for holding in entry.holdings),
         " + ".join(size_text(holding.held_bytes) for holding in entry.holdings),

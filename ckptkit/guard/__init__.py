@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.guard.record import Rollback as Rollback
     from ckptkit.guard.replaying import Certificate as Certificate
     from ckptkit.guard.replaying import Difference as Difference
+    from ckptkit.guard.replaying import ReplayPlan as ReplayPlan
     from ckptkit.guard.replaying import replay as replay
     from ckptkit.guard.rules import Divergence as Divergence
     from ckptkit.guard.rules import NonFinite as NonFinite

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
+from ckptkit.durable.lifecycle.certificates import certify_saves
 from ckptkit.errors import StepNotFoundError
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
+from ckptkit.model.manifest import SaveId
 from ckptkit.snapshot.state_digest import BoxDigests, box_digests
+from ckptkit.store import open_store
+from ckptkit.store.roots import root_url
 
 StepFn = Callable[[Any, Any], Any]
+MakeStep = Callable[[], StepFn]
+MakeBatches = Callable[[int, Any], Iterable[Any]]
 _NONE = ("", "")
 _NAMED_MAX = 8  # leaves in a message
 
@@ -53,15 +59,32 @@ class Certificate:
         return self.difference is None
 
 
+def state_item(restored: Any) -> Any:
+    """The state of a step that was saved with an item `state`."""
+    return restored["state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayPlan:
+    """The parts of a training program that a replay needs: arguments of `replay`, as the function returns them that
+    `ckptkit certify --replay MODULE:FUNCTION` names."""
+
+    make_step: MakeStep
+    make_batches: MakeBatches
+    args: Any = None
+    state_of: Callable[[Any], Any] = state_item
+
+
 def replay(
     manager: CheckpointManager,
-    make_step: Callable[[], StepFn],
-    make_batches: Callable[[int, Any], Iterable[Any]],
+    make_step: MakeStep,
+    make_batches: MakeBatches,
     *,
     args: Any = None,
-    state_of: Callable[[Any], Any] = lambda restored: restored["state"],
+    state_of: Callable[[Any], Any] = state_item,
     first: int | None = None,
     last: int | None = None,
+    record: bool = False,
 ) -> Certificate:
     """Restores a saved step, takes the steps after it again, and compares the state with every save on the way.
 
@@ -81,13 +104,20 @@ def replay(
       args: as for `manager.restore`.
       state_of: the state among the restored items.
       first, last: the saves to begin and to end with (default: the last two).
+      record: certifies the saves that were come to, in the durable root: `restore(None, certified=True)` takes the
+        newest of them, and `ckptkit steps` lists them so. Cost: a small write for each.
 
-    Raises ValueError for a manager that is not read only, or fewer than two saves; what `restore` raises.
+    Raises ValueError for a manager that is not read only, fewer than two saves, or steps of stock Orbax to record: they
+    have no identity. Raises what `restore` raises.
     """
     if not manager.is_read_only:
         raise ValueError("replay: give a manager of its own, with CheckpointManagerOptions(read_only=True)")
     saves = _saves(manager, first, last)
-    expected = {step: box_digests(state_of(manager.restore(step, args=args))) for step in saves[1:]}
+    expected: dict[int, BoxDigests] = {}
+    save_ids: dict[int, SaveId] = {}
+    for step in saves[1:]:
+        expected[step] = box_digests(state_of(manager.restore(step, args=args)))
+        save_ids[step] = _identity(manager, step, record)
     restored = manager.restore(saves[0], args=args)
     batches: Iterator[Any] = iter(make_batches(saves[0], restored))
     state, take_step = state_of(restored), make_step()
@@ -98,8 +128,32 @@ def replay(
             state = take_step(state, batch)
         difference = _compared(coordinator, box_digests(state), expected[save], before, save)
         if difference is not None:
+            _record(manager, coordinator, [save_ids[step] for step in saves[1:] if step < save] if record else [])
             return Certificate(steps=saves, steps_replayed=save - saves[0], difference=difference)
+    _record(manager, coordinator, list(save_ids.values()) if record else [])
     return Certificate(steps=saves, steps_replayed=saves[-1] - saves[0])
+
+
+def _identity(manager: CheckpointManager, step: int, record: bool) -> SaveId:
+    """Which save was restored as `step`."""
+    found = manager.restored_save_id
+    assert found is not None, "a restore sets it"
+    if record and not found.ours:
+        raise ValueError(
+            f"replay: step {step} was written by stock Orbax, and has no identity to certify: record=False"
+        )
+    return found
+
+
+def _record(manager: CheckpointManager, coordinator: Coordinator, saves: Sequence[SaveId]) -> None:
+    """Certifies saves in the durable root; process 0 writes, and its error is raised on all."""
+    held = [each.save_id for each in manager.steps()]
+
+    def write() -> None:
+        certify_saves(open_store(root_url(manager.directory)), saves, held=held)
+
+    if saves:
+        coordinator.ask_process_0("certified", write)
 
 
 def _saves(manager: CheckpointManager, first: int | None, last: int | None) -> tuple[int, ...]:

@@ -147,7 +147,8 @@ class Holding:
 class StepEntry:
     """One save over all inspected tiers; `problem` names the damage.
 
-    `metrics` is what was given to `save` as such, where Orbax's `best_fn` made it keep them.
+    `metrics` is what was given to `save` as such, where Orbax's `best_fn` made it keep them. `certified`: a replay came
+    to it.
     """
 
     step: int
@@ -157,6 +158,7 @@ class StepEntry:
     holdings: tuple[Holding, ...]
     metrics: Any = None
     problem: str | None = None
+    certified: bool = False
 
     @property
     def processes(self) -> tuple[int, ...] | None:
@@ -197,6 +199,7 @@ class StepEntry:
                 for holding in self.holdings
             ],
             "problem": self.problem,
+            "certified": self.certified,
         }
 
 

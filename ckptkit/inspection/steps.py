@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ckptkit.durable.lifecycle.certificates import certified_saves
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.directories import json_value, step_items
@@ -55,7 +56,8 @@ def list_steps(
     if not entries and not shares and not names and not os.path.isdir(url):
         why = "there is no such root, and no fast tier that was given has a step of it; check the path"
         raise no_directory(url, why)
-    entries = _merged(entries, shares, ancestry)
+    certified = certified_saves(place.store) if f"{paths.SIDECAR_DIR}/" in names else frozenset()
+    entries = [replace(each, certified=each.save_id in certified) for each in _merged(entries, shares, ancestry)]
     problems += [entry.problem for entry in entries if entry.problem is not None]
     entries.sort(key=lambda entry: (entry.step, entry.save_id or ancestry.of_stock(entry.step)))
     return Listing(root=url, host_id=host_id, steps=tuple(entries), notes=tuple(notes), problems=tuple(problems))

@@ -232,6 +232,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         args: Any = None,
         *,
         trusted: str | os.PathLike[str] | None = None,
+        certified: bool = False,
     ) -> Any:
         """The items of `step`, or (None) of the newest step that every process can have and that verifies completely.
 
@@ -239,7 +240,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         A step of stock Orbax has no digests and is restored as by stock Orbax. Bytes come from this host's ramdisk,
         then its SSD, then other processes' tiers, then the durable one; with `directory`, from that durable root alone.
         Returns the same as Orbax: the tree of a step saved without names, else a `Composite`. Proven bits are cast
-        where a template or `restore_args` have another dtype.
+        where a template or `restore_args` have another dtype. `certified`: the newest step that a replay came to
+        (`ckptkit.replay(record=True)`), for `step=None`; a damaged one is skipped for the next older.
 
         `trusted` is the file of a public key: only a step that its owner signed (`ckptkit sign`) is restored, from the
         durable tier alone, every cell compared with the SHA-256 that was signed. Other steps are rejected with
@@ -252,6 +254,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `StoreError` and does not fall back.
         """
         began = Began()
+        if certified and (step is not None or directory is not None):
+            raise ValueError("restore(certified=True) chooses the step among this run's: give step=None, no directory")
+        if certified:
+            return self._resumer.restore_certified(
+                self._calls, lambda each: self.restore(each, items, restore_kwargs, args=args, trusted=trusted)
+            )
         with self._account.restoring(self._resumer.waiting_text):
             with self._calls.entered("restore") as about:
                 step = step_number(step)

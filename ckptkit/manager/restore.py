@@ -10,6 +10,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from ckptkit.durable.lifecycle.certificates import certified_saves
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.steps import DurableSteps
@@ -22,6 +23,7 @@ from ckptkit.errors import (
     UntrustedStepError,
 )
 from ckptkit.manager.build import Components
+from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.opening import epoch_records
 from ckptkit.manager.orbax_compat import Began, Spans, restore_entry
 from ckptkit.manager.restore_handle import RestoreHandle
@@ -31,6 +33,7 @@ from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.request import RestoreRequest, request_of
 from ckptkit.restore.restorer import Rejection, Restored, Restorer
+from ckptkit.store import open_store
 from ckptkit.util import clock
 
 _log = logging.getLogger("ckptkit")
@@ -106,6 +109,28 @@ class Resumer:
         job, options = self._components.job, self._settings.restoring
         inventory = Inventory({}, durable, epoch_records(durable.url, job.events), job.events, trusted=trusted)
         return Restorer(inventory, job, options if trusted is None else replace(options, verify="always"))
+
+    def restore_certified(self, calls: CollectiveCalls, restore: Callable[[int], Any]) -> Any:
+        """The result of `restore` for the newest step that a replay came to, as process 0 knows them; a damaged one is
+        skipped for the next older. Raises `StepNotFoundError` without any, and what `restore` raises."""
+        url = self._components.storage.durable.url
+        with calls.entered("certified") as about:
+            self.refuse_while_pending("restore")
+
+        def known() -> list[int]:
+            certified = certified_saves(open_store(url))
+            records = reversed(self._components.history.ledger.records())
+            return [record.step for record in records if record.save_id in certified]
+
+        steps = self._components.job.coordinator.ask_process_0("certified", known, about=about)
+        if not steps:
+            raise StepNotFoundError(
+                f"{url} has no certified step; `ckptkit certify {url}` certifies those that a replay comes to", path=url
+            )
+        found, restored, damaged = restore_first(steps, restore)
+        if found is None:
+            raise damaged[0]
+        return restored
 
     def wanted(self, step: int | None, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
         """The request in the arguments of `restore`; raises Orbax's errors for arguments that do not go together.

@@ -8,6 +8,7 @@
 <durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
 <durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
 <durable root>/_ckptkit/leases/pin-<step>.json, doomed-<id>.json                  the same, by people and commands
+<durable root>/_ckptkit/certified/<epoch>-<step>-<number>                         the saves that a replay came to
 <durable root>/<step>.orbax-checkpoint-tmp-e<epoch>-<attempt> a step that is written, on a disk
 <durable root>/_ckptkit/intents/e<epoch>-<attempt>-<step>                         the same, in a bucket; or it goes
 <durable root>/_ckptkit/leaving/                                                  what is no step any more, on a disk
@@ -32,6 +33,7 @@ LEASES_DIR = f"{SIDECAR_DIR}/leases"
 DOOMED_KEY = f"{SIDECAR_DIR}/doomed.json"
 INTENTS_DIR = f"{SIDECAR_DIR}/intents"
 LEAVING_DIR = f"{SIDECAR_DIR}/leaving"
+CERTIFIED_DIR = f"{SIDECAR_DIR}/certified"
 
 # The names of Orbax.
 STEP_METADATA = "_CHECKPOINT_METADATA"  # in a step
@@ -50,6 +52,7 @@ _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
 _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
 _SIGNED_RECORD = re.compile(r"sha256-([0-9]{1,6})\.json")
 _EPOCH = re.compile(r"([0-9]{8})(?:\.copy)?\.json")
+_CERTIFICATE = re.compile(r"([0-9]{8})-([0-9]{18})-([0-9]{12})")
 _PIN = re.compile(r"pin-([0-9]{18})\.json")
 _DOOMED = re.compile(r"doomed-[0-9a-f]{32}\.json")
 _OWNED = re.compile(r".+" + re.escape(TEMPORARY) + r"-e([0-9]{8})-[0-9a-f]{32}")
@@ -166,6 +169,17 @@ def step_of_pin(name: str) -> int | None:
     """The step of a pin's file name; None for any other name."""
     match = _PIN.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def certificate_name(epoch: int, step: int, number: int) -> str:
+    """The file name of the certificate of a save."""
+    return f"{epoch:08d}-{step:018d}-{number:012d}"
+
+
+def save_of_certificate(name: str) -> tuple[int, int, int] | None:
+    """Epoch, step and number of the save that a certificate names; None for any other name."""
+    match = _CERTIFICATE.fullmatch(name)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def is_announcement(name: str) -> bool:

@@ -39,6 +39,7 @@ runpy.run_module("ckptkit.cli", run_name="__main__", alter_sys=True)
 
 # How each command is called with one path, and where it may write.
 CALLS: dict[str, list[list[str]]] = {
+    "certify": [["certify", "{path}", "--replay", "tests.cli.test_certify:plan"]],
     "chaos": [
         ["chaos", "--dry-run", "--wipe", "{path}:0.5", "--", "true"],
         ["chaos", "--dry-run", "--events", "{path}", "--", "true"],

@@ -220,6 +220,7 @@ def test_json_shape_is_documented(ckpt: Run, ours: Ours) -> None:
         "metrics",
         "tiers",
         "problem",
+        "certified",
     ]
     assert list(found["steps"][0]) == entry
     tier = ["tier", "path", "bytes", "committed_at_s", "processes"]

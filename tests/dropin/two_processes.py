@@ -406,6 +406,45 @@ def last_save(job: Job) -> None:
         assert shards(manager.restore(None)["w"]) == shards(job.state(1)["w"])
 
 
+def certified(job: Job) -> None:
+    """Process 0 records which saves a replay came to, and both restore the newest of them."""
+    import jax
+    import orbax.checkpoint as ocp
+    import pytest
+
+    import ckptkit
+
+    args: Any = ocp.args
+
+    @jax.jit
+    def step_on(state: Any) -> Any:
+        return {"w": state["w"] * 0.5 + 1, "step": state["step"] + 1}
+
+    state = {**job.state(0), "step": job.put(0)}
+    template = args.StandardRestore(ckptkit.abstract_state(state))
+    with job.manager("certified") as manager:
+        for step in range(4):
+            state = step_on(state)
+            spoiled = {**state, "w": state["w"] + (step == 3)}
+            assert job.save(manager, step + 1, spoiled)
+    with job.manager("certified", read_only=True) as manager:
+        with pytest.raises(ckptkit.StepNotFoundError, match="has no certified step"):
+            manager.restore(None, args=template, certified=True)
+        found = ckptkit.replay(
+            manager,
+            lambda: lambda state, _: step_on(state),
+            lambda step, restored: range(9),
+            args=template,
+            state_of=lambda restored: restored,
+            first=1,
+            record=True,
+        )
+        assert found.difference is not None
+        assert (found.difference.step, found.difference.processes) == (4, (0, 1))
+    with job.manager("certified") as manager:
+        assert int(manager.restore(None, args=template, certified=True)["step"]) == 3
+
+
 def main(process: int, port: str, root: Path) -> None:
     import jax
 
@@ -414,7 +453,8 @@ def main(process: int, port: str, root: Path) -> None:
     ckptkit.log_to("INFO", stream=sys.stdout)
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
     job = Job(process, root)
-    for part in (tier_policies, casts, newer_style, nnx_state, overdue, keeping, other_primary, resuming, last_save):
+    parts = (tier_policies, casts, newer_style, nnx_state, overdue, keeping, other_primary, resuming, last_save)
+    for part in (*parts, certified):
         part(job)
         print("went well:", part.__name__, flush=True)
     print("done", items_and_policies(job), flush=True)

@@ -69,19 +69,23 @@ def train(root: Path, *, bad_step: int | None = None) -> None:
                 manager.wait_until_finished()
 
 
-def certify(root: Path, *, first: int | None = None, last: int | None = None) -> Certificate:
-    wanted = ocp.args.Composite(
+def wanted() -> Any:
+    return ocp.args.Composite(
         state=ocp.args.StandardRestore(ckptkit.abstract_state(fresh())), data=ocp.args.JsonRestore()
     )
+
+
+def certify(root: Path, *, first: int | None = None, last: int | None = None, record: bool = False) -> Certificate:
     options = ocp.CheckpointManagerOptions(read_only=True)
     with ckptkit.CheckpointManager(root, options=options) as manager:
         return replay(
             manager,
             lambda: lambda state, batch: apply(state, gradients_of(state, batch)),
             lambda step, restored: batches(restored["data"]["step"]),
-            args=wanted,
+            args=wanted(),
             first=first,
             last=last,
+            record=record,
         )
 
 
@@ -116,3 +120,57 @@ def test_replay_needs_a_manager_of_its_own_and_two_saves(tmp_path: Path) -> None
         certify(tmp_path, last=3)
     with pytest.raises(ckptkit.StepNotFoundError, match=r"step 4 was not found; saved are \[3, 6, 9, 12\]"):
         certify(tmp_path, first=4)
+
+
+def test_restore_takes_the_newest_certified_step(tmp_path: Path) -> None:
+    """A run that a bad device has spoiled would continue from the spoiled save."""
+    train(tmp_path, bad_step=7)
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(ckptkit.StepNotFoundError, match=r"has no certified step; `ckptkit certify"):
+            manager.restore(None, args=wanted(), certified=True)
+        with pytest.raises(ValueError, match="give step=None, no directory"):
+            manager.restore(6, args=wanted(), certified=True)
+    found = certify(tmp_path, first=3, record=True)
+    assert found.difference is not None
+    assert found.difference.step == 9
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        assert manager.restore(None, args=wanted(), certified=True)["data"] == {"step": 6}
+        assert manager.latest_step() == 6, "the run continues from there"
+
+
+def test_damaged_certified_step_is_skipped_for_the_next_older(tmp_path: Path) -> None:
+    """One flipped bit on the disk would leave a run without any certified step."""
+    train(tmp_path)
+    assert certify(tmp_path, first=3, record=True).steps == (3, 6, 9, 12)
+    for path in (tmp_path / "12" / "state").rglob("d/*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        assert manager.restore(None, args=wanted(), certified=True)["data"] == {"step": 9}
+
+
+def test_save_that_replaces_a_certified_one_is_not_certified(tmp_path: Path) -> None:
+    """A run that went back and was spoiled would be called certified by the save that it replaced."""
+    train(tmp_path)
+    certify(tmp_path, first=3, record=True)
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        restored = manager.restore(6, args=wanted())
+        for step in (9, 12):
+            args = ocp.args.Composite(
+                state=ocp.args.StandardSave(restored["state"]), data=ocp.args.JsonSave({"step": step})
+            )
+            manager.save(step, args=args)
+        manager.wait_until_finished()
+    assert [entry.step for entry in ckptkit.list_steps(str(tmp_path), host_id="").steps if entry.certified] == [6]
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        assert manager.restore(None, args=wanted(), certified=True)["data"] == {"step": 6}
+
+
+def test_steps_of_stock_orbax_cannot_be_recorded(tmp_path: Path) -> None:
+    """A certificate would be taken for that of any other step with the same number."""
+    state = fresh()
+    with ocp.CheckpointManager(tmp_path) as stock:
+        for step in (3, 6):
+            args = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave({"step": step}))
+            stock.save(step, args=args)
+    with pytest.raises(ValueError, match="step 6 was written by stock Orbax, and has no identity to certify"):
+        certify(tmp_path, record=True)

@@ -15,9 +15,11 @@ from click.testing import CliRunner
 from jax.experimental.compilation_cache import compilation_cache
 
 from ckptkit import CheckpointManager, EventLog, Kind
+from ckptkit.cli import main as ckptkit_command
 from ckptkit.goodput import Part, goodput_report
-from trainer.__main__ import main
+from trainer.__main__ import main, read_flags
 from trainer.config import (
+    PRESETS,
     CheckpointConfig,
     DataConfig,
     InputError,
@@ -25,6 +27,7 @@ from trainer.config import (
     ModelConfig,
     ModelSize,
     OptimizerConfig,
+    Preset,
     RunConfig,
 )
 from trainer.loop import train
@@ -114,6 +117,28 @@ def test_offloaded_moments_give_the_same_bits_and_stay_on_the_host(root: Path, t
     others = {leaf.sharding.memory_kind for path, leaf in leaves.items() if path not in moments}
     assert others == {"device"}
     assert proof_of(root, "moved") == straight
+
+
+def test_run_is_certified_from_the_command_line(
+    root: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A person who suspects a device would have to write the replay of the trainer."""
+    small = Preset(model=ModelConfig(size=SMALL, dropout=0.1), global_batch=4, learning_rate=1e-3)
+    monkeypatch.setitem(PRESETS, "tiny", small)
+    words = ["--preset", "tiny", "--steps", "6", "--data", text, "--corpus-dir", str(root / "corpus"), "--quiet"]
+    words += [
+        "--compile-cache",
+        str(root / "compile-cache"),
+        "--checkpoint",
+        str(tmp_path / "run"),
+        "--save-every",
+        "2",
+    ]
+    train(read_flags(main.make_context("trainer", list(words)).params), EventLog())
+    command = ["certify", str(tmp_path / "run"), "--replay", "trainer.replaying:plan", "--first", "2", "--json"]
+    assert ckptkit_command([*command, "--", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps_replayed"], found["certified"], found["difference"]) == (4, [4, 6], None)
 
 
 def test_restart_makes_a_non_durable_last_step_durable(root: Path, text: str, tmp_path: Path, straight):

@@ -1,0 +1,123 @@
+"""`ckptkit certify`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+import orbax.checkpoint as ocp
+
+from ckptkit.cli.exits import Exit
+from ckptkit.cli.options import DRY_RUN, JSON, STEP_PREFIX, TIMEOUT
+from ckptkit.cli.text import count_text, print_json, print_line, printable
+from ckptkit.errors import StepNotFoundError
+from ckptkit.guard import Certificate, ReplayPlan, replay
+from ckptkit.inspection import list_steps
+from ckptkit.manager import CheckpointManager
+
+_FORMAT = "ckptkit.certify/1"
+
+
+@click.command()
+@click.argument("root")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- WORDS]")
+@click.option(
+    "--replay",
+    "program",
+    required=True,
+    metavar="MODULE:FUNCTION",
+    help="Gets WORDS as a list of text, and returns a `ckptkit.ReplayPlan`.",
+)
+@click.option(
+    "--first", type=click.IntRange(min=0), metavar="STEP", help="The save to begin at [default: the last but one]."
+)
+@click.option("--last", type=click.IntRange(min=0), metavar="STEP", help="The save to end at [default: the last one].")
+@STEP_PREFIX
+@DRY_RUN
+@JSON
+@TIMEOUT
+def certify(
+    root: str,
+    words: tuple[str, ...],
+    program: str,
+    first: int | None,
+    last: int | None,
+    step_prefix: str | None,
+    dry_run: bool,
+    as_json: bool,
+    timeout_s: float,
+) -> int:
+    """Replay the steps between saves of ROOT, and compare every save with the state of the replay, bit by bit.
+
+    Saves that the replay comes to are certified in ROOT, unless --dry-run is given: `restore(None, certified=True)`
+    takes the newest of them. It runs the training program of FUNCTION, on the devices that JAX finds: as many as the
+    run's mesh needs. Exit code 20 if a save differs.
+    """
+    listing = list_steps(root, host_id="", step_prefix=step_prefix, timeout_s=timeout_s)
+    saves = [entry.step for entry in listing.steps if entry.state == "committed"]
+    if len(saves) < 2:
+        raise StepNotFoundError(f"{listing.root} has {count_text(len(saves), 'committed step')}; a replay needs two")
+    for name, step in (("first", first), ("last", last)):
+        if step is not None and step not in saves:
+            raise StepNotFoundError(
+                f"{listing.root} has no committed step {step} (--{name}); it has {saves}", step=step
+            )
+    plan = _plan(program, words)
+    options = ocp.CheckpointManagerOptions(read_only=True, step_prefix=step_prefix)
+    with CheckpointManager(listing.root, options=options) as manager:
+        parts = {"args": plan.args, "state_of": plan.state_of}
+        found = replay(manager, plan.make_step, plan.make_batches, **parts, first=first, last=last, record=not dry_run)
+    if as_json:
+        print_json(_as_json(listing.root, found, recorded=not dry_run))
+    else:
+        _show(listing.root, found, recorded=not dry_run)
+    if found.difference is None:
+        return Exit.OK
+    click.echo(f"ckptkit: {printable(str(found.difference))}", err=True)
+    return Exit.DIFFERENT
+
+
+def _plan(program: str, words: Sequence[str]) -> ReplayPlan:
+    """The plan that the program's function returns; modules of the working directory are found, as by `python -m`."""
+    name, colon, attribute = program.partition(":")
+    if not (name and colon and attribute.isidentifier()):
+        raise click.UsageError(f"--replay {program}: write MODULE:FUNCTION, like train:replay_plan")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function: Any = getattr(importlib.import_module(name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise click.UsageError(f"--replay {program}: {error}") from error
+    plan = function(list(words))
+    if not isinstance(plan, ReplayPlan):
+        raise click.UsageError(f"--replay {program}: it returned a {type(plan).__name__}, not a ckptkit.ReplayPlan")
+    return plan
+
+
+def _agreed(found: Certificate) -> list[int]:
+    """The saves that the replay came to."""
+    end = found.difference.step if found.difference is not None else None
+    return [step for step in found.steps[1:] if end is None or step < end]
+
+
+def _as_json(root: str, found: Certificate, *, recorded: bool) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "root": root,
+        "replayed_from": found.steps[0],
+        "steps_replayed": found.steps_replayed,
+        "certified": _agreed(found),
+        "recorded": recorded,
+        "difference": None if found.difference is None else asdict(found.difference),
+    }
+
+
+def _show(root: str, found: Certificate, *, recorded: bool) -> None:
+    agreed = ", ".join(map(str, _agreed(found))) or "none"
+    print_line(f"{root}: {count_text(found.steps_replayed, 'step')} replayed from save {found.steps[0]}")
+    print_line(f"  {'certified' if recorded else 'would be certified'}: {agreed}")

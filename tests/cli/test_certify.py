@@ -1,0 +1,103 @@
+"""`ckptkit certify`: a program's replay from the command line, and what it leaves in the root."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from tests.cli.conftest import Run
+
+HERE = "tests.cli.test_certify"
+
+
+@jax.jit
+def take_step(state: dict[str, Any], batch: jax.Array) -> dict[str, Any]:
+    return {"w": state["w"] * 0.99 + batch}
+
+
+def batches(step: int, restored: Any = None) -> Iterator[jax.Array]:
+    return (jnp.full(4, float(number)) for number in itertools.count(step))
+
+
+def plan(words: Sequence[str]) -> ckptkit.ReplayPlan:
+    """Of the program that `root` ran; a word is another decay."""
+    decay = float(words[0]) if words else None
+    return ckptkit.ReplayPlan(
+        make_step=lambda: take_step if decay is None else lambda state, batch: {"w": state["w"] * decay + batch},
+        make_batches=batches,
+        state_of=lambda restored: restored,
+    )
+
+
+def no_plan(words: Sequence[str]) -> int:
+    return len(words)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    state, data = {"w": jnp.zeros(4)}, batches(0)
+    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+        for step in range(1, 10):
+            state = take_step(state, next(data))
+            if step % 3 == 0:
+                manager.save(step, args=ocp.args.StandardSave(state))
+    return tmp_path / "run"
+
+
+def certified(root: Path) -> list[int]:
+    return [entry.step for entry in ckptkit.list_steps(str(root), host_id="").steps if entry.certified]
+
+
+def test_certified_saves_are_recorded_and_listed(ckpt: Run, root: Path) -> None:
+    """A person would not know which saves a replay came to."""
+    said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--dry-run")
+    assert (said.code, certified(root)) == (0, [])
+    assert said.out.splitlines()[1] == "  would be certified: 9"
+    said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--first", "3", "--json")
+    assert said.code == 0, said.err
+    assert json.loads(said.out) == {
+        "format": "ckptkit.certify/1",
+        "root": str(root),
+        "replayed_from": 3,
+        "steps_replayed": 6,
+        "certified": [6, 9],
+        "recorded": True,
+        "difference": None,
+    }
+    assert certified(root) == [6, 9]
+    rows = [line.split()[:3] for line in ckpt("steps", root).out.splitlines() if "committed" in line]
+    assert rows == [["3", "committed", rows[0][2]], ["6", "committed,", "certified"], ["9", "committed,", "certified"]]
+
+
+def test_difference_has_a_code_and_its_place(ckpt: Run, root: Path) -> None:
+    """A script would take a spoiled run for a sound one."""
+    said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--first", "3", "--", "0.98")
+    assert said.code == 20
+    assert "certified: none" in said.out
+    assert "the replay differs from save 6 and agreed with save 3: leaves w" in said.err
+    assert certified(root) == []
+
+
+def test_what_cannot_be_replayed_is_named(ckpt: Run, root: Path, tmp_path: Path) -> None:
+    """A person would get a traceback for a misspelt word."""
+    for program, why in {
+        "train": "write MODULE:FUNCTION, like train:replay_plan",
+        "no_such_module:plan": "No module named",
+        f"{HERE}:nothing": "has no attribute",
+        f"{HERE}:no_plan": "it returned a int, not a ckptkit.ReplayPlan",
+    }.items():
+        said = ckpt("certify", root, "--replay", program)
+        assert (said.code, why in " ".join(said.err.split())) == (2, True), said.err
+    said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--first", "4")
+    assert (said.code, "has no committed step 4 (--first); it has [3, 6, 9]" in said.err) == (10, True), said.err
+    (tmp_path / "empty").mkdir()
+    assert ckpt("certify", tmp_path / "empty", "--replay", f"{HERE}:plan").code == 10
