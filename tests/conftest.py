@@ -94,7 +94,5 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketSe
     with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)
-        if "etils.epath.backend" in sys.modules:  # stock Orbax's listings, of another test's bucket of this name
-            sys.modules["etils.epath.backend"].fsspec_backend.fs("gs://runs").invalidate_cache()
         yield server
         server.faults = FaultPlan()  # hanging requests are released, or the end would wait for them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -330,3 +331,7 @@ def forget_listings(url: str) -> None:
     if found:
         for each in tuple(fsspec.get_filesystem_class(protocol)._cache.values()):
             each.invalidate_cache()
+        backend = getattr(sys.modules.get("etils.epath.backend"), "fsspec_backend", None)
+        made = getattr(backend, "_get_filesystem", None)  # Orbax's: it may be older than what fsspec still knows
+        if backend is not None and made is not None and made.cache_info().currsize:
+            backend.fs(url).invalidate_cache()

@@ -13,6 +13,7 @@ import ckptkit
 from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.durable.lifecycle.shield import SHIELD_KEY
 from ckptkit.store import open_store
+from ckptkit.store.remote import forget_listings
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import pin, plan_rollback, rollback
 from tests.upkeep.conftest import HOST, make_root, manager_of
@@ -102,3 +103,19 @@ def test_tree_without_a_manager_is_not_a_step_in_a_bucket(server: BucketServer) 
         manager.reload()
         assert manager.all_steps() == [2000, 2001]
     assert open_store(ROOT).stat("3000/commit_success.txt") is not None
+
+
+@pytest.mark.usefixtures("server")
+def test_listings_of_orbax_are_dropped_although_fsspec_forgot_its_file_system() -> None:
+    """Orbax would not find a step that was committed since its last listing."""
+    from etils import epath
+    from etils.epath import backend
+
+    root = epath.Path("gs://runs/run")
+    (root / "1").mkdir(parents=True)
+    (root / "1" / "x").write_text("")
+    assert [path.name for path in root.iterdir()] == ["1"]
+    type(backend.fsspec_backend.fs("gs://runs"))._cache.clear()
+    open_store("gs://runs/run").put("2/x", b"")
+    forget_listings("gs://runs/run")
+    assert sorted(path.name for path in root.iterdir()) == ["1", "2"]
