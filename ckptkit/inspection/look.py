@@ -26,7 +26,7 @@ from ckptkit.inspection.directories import (
 from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
 from ckptkit.inspection.provenance import provenance_of
 from ckptkit.inspection.records import Inspection, Item, LeafInfo, SaveOrigin
-from ckptkit.inspection.roots import newest_committed, read_ancestry, read_root
+from ckptkit.inspection.roots import certified_in, newest_committed, read_ancestry, read_root
 from ckptkit.inspection.shares import (
     Share,
     items_missing,
@@ -98,7 +98,7 @@ def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
     )
     committed = sum(step.state == "committed" for step in steps)
     which = "the only committed step" if committed == 1 else f"the newest of {committed:,} committed steps"
-    note = f"{which} in {place.url}"
+    note = f"{which} in {place.url}" + ", certified by a replay" * (newest.save_id in certified_in(place))
     return replace(found, notes=(note, *found_in_root.notes, *found.notes), problems=(*problems, *found.problems))
 
 

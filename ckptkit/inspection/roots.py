@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, final
 
+from ckptkit.durable.lifecycle.certificates import certified_saves
 from ckptkit.durable.lifecycle.classify import (
     Content,
     NameFormat,
@@ -124,6 +125,11 @@ def read_root(place: Place, ancestry: Ancestry, *, step_prefix: str | None = Non
         names=names,
         left_out={why: found for why, found in by_reason.items() if found},  # pyright: ignore[reportArgumentType]
     )
+
+
+def certified_in(place: Place) -> frozenset[SaveId]:
+    """The saves of a root that a replay came to. Cost: a listing, where a run of ours has saved."""
+    return certified_saves(place.store) if f"{paths.SIDECAR_DIR}/" in place.names() else frozenset()
 
 
 def newest_committed(steps: Iterable[DurableStep]) -> DurableStep | None:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.durable.lifecycle.certificates import certified_saves
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.directories import json_value, step_items
 from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import Holding, Listing, StepEntry
-from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
+from ckptkit.inspection.roots import DurableStep, certified_in, read_ancestry, read_root
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
@@ -56,7 +55,7 @@ def list_steps(
     if not entries and not shares and not names and not os.path.isdir(url):
         why = "there is no such root, and no fast tier that was given has a step of it; check the path"
         raise no_directory(url, why)
-    certified = certified_saves(place.store) if f"{paths.SIDECAR_DIR}/" in names else frozenset()
+    certified = certified_in(place)
     entries = [replace(each, certified=each.save_id in certified) for each in _merged(entries, shares, ancestry)]
     problems += [entry.problem for entry in entries if entry.problem is not None]
     entries.sort(key=lambda entry: (entry.step, entry.save_id or ancestry.of_stock(entry.step)))

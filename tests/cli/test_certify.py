@@ -74,6 +74,7 @@ def test_certified_saves_are_recorded_and_listed(ckpt: Run, root: Path) -> None:
         "difference": None,
     }
     assert certified(root) == [6, 9]
+    assert f"the newest of 3 committed steps in {root}, certified by a replay" in ckpt("inspect", root).out
     rows = [line.split()[:3] for line in ckpt("steps", root).out.splitlines() if "committed" in line]
     assert rows == [["3", "committed", rows[0][2]], ["6", "committed,", "certified"], ["9", "committed,", "certified"]]
 
