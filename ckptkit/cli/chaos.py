@@ -23,7 +23,7 @@ from ckptkit.launch import ExitCode, HangPolicy, OncePrinter, RestartPolicy, War
 from ckptkit.launch.attached import AttachedJob
 from ckptkit.launch.chaos import Chaos, ChaosRun
 from ckptkit.launch.faults import FaultKind, FaultPlan, Hazard
-from ckptkit.launch.harm import LocalBucket
+from ckptkit.launch.harm import FullDisk, LocalBucket
 from ckptkit.launch.printer import say_on_stderr
 from ckptkit.snapshot.state_digest import STATE_DIGEST
 from ckptkit.util.clock import time_text
@@ -154,14 +154,14 @@ def chaos(
             wipes=tuple(Hazard(path=os.path.abspath(path), chance=chance) for path, chance in wipes),
             flips=tuple(Hazard(path=os.path.abspath(path), chance=chance) for path, chance in flips),
             hosts=hosts,
-            fill=None if fill is None else os.path.abspath(fill),
         )
+        disk = None if fill is None else FullDisk(os.path.abspath(fill))
         job = None if attach is None else AttachedJob(Path(attach))
         if dry_run:
             _show_plan(plan, processes if job is None else job.processes)
             return Exit.OK
         if job is not None:
-            run, verdict, log = Chaos(plan, say=say_on_stderr).attach(job), None, None
+            run, verdict, log = Chaos(plan, disk=disk, say=say_on_stderr).attach(job), None, None
         else:
             log = None if events is None else Path(events.replace("{run}", _RUNS[0])) / "launcher.jsonl"
             with _served(bucket) as served, tempfile.TemporaryDirectory(prefix="ckptkit-chaos-") as home:
@@ -178,7 +178,7 @@ def chaos(
                         warm=WarmStart(is_cold=cold),
                     )
 
-                run = Chaos(plan, bucket=served, say=say_on_stderr).run(
+                run = Chaos(plan, bucket=served, disk=disk, say=say_on_stderr).run(
                     workers(_RUNS[0]),
                     policy=RestartPolicy(restarts=2 * faults + 3, backoff_s=0.0, grace_s=0.1),
                     hang=HangPolicy(limit_s=hang_s),

@@ -162,7 +162,7 @@ def failing(facts: Facts) -> list[Advice]:
             count = len({(e.step, e.kind) for e in facts.events if e.tier == tier and e.kind == Kind.FAILED})
             failed = f", {count_text(count, 'save')} failed in all" * (count > 0)
             what = f"tier {tier} failed last{failed}: {last.fields.get('reason', '')}"
-            advice = "repair the named cause; `FailurePolicy(durable_max_age_s=...)` ends a run without this tier"
+            advice = "repair the named cause; `FailurePolicy(max_age_s=...)` ends a run without this tier"
             found += _said("failing", "at risk", what, advice)
     return found
 

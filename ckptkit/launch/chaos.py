@@ -60,11 +60,19 @@ class Chaos:
     `run` starts the job, and starts it again after each loss as `ckptkit run` does. `attach` hits one that runs.
     """
 
-    def __init__(self, plan: FaultPlan, *, bucket: LocalBucket | None = None, say: Callable[[str], None]):
+    def __init__(
+        self,
+        plan: FaultPlan,
+        *,
+        bucket: LocalBucket | None = None,
+        disk: FullDisk | None = None,
+        say: Callable[[str], None],
+    ):
         if "outage" in plan.weights and bucket is None:
             raise ValueError("an outage needs a bucket to take away")
-        self._plan, self._bucket, self._say = plan, bucket, say
-        self._disk = None if plan.fill is None else FullDisk(plan.fill)
+        if "fill" in plan.weights and disk is None:
+            raise ValueError("a full disk needs a directory on the file system to fill")
+        self._plan, self._bucket, self._disk, self._say = plan, bucket, disk, say
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._all_injected = threading.Event()
@@ -271,7 +279,7 @@ class Chaos:
                 return None
         elif fault.kind == "fill":
             assert self._disk is not None
-            return f"filled {self._plan.fill} with {self._disk.begin():,} bytes for {self._plan.lasting_s:g} s"
+            return f"filled {self._disk.directory} with {self._disk.begin():,} bytes for {self._plan.lasting_s:g} s"
         else:
             assert self._bucket is not None
             self._bucket.begin()

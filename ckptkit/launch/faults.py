@@ -68,8 +68,8 @@ class FaultPlan:
     """The faults of a seed: `count` of them, on average `mtbf_s` apart. The same seed plans the same faults.
 
     `weights`: how often each kind is drawn, in relation to the others. A freeze, a full disk and an outage last
-    `lasting_s`. `hosts`: the processes are taken as those of so many hosts. `fill`: a directory on the file system that
-    a fault fills. Raises `ValueError` for a plan that cannot be carried out.
+    `lasting_s`. `hosts`: the processes are taken as those of so many hosts. Raises `ValueError` for weights of other
+    kinds, and where none is above 0.
     """
 
     seed: int
@@ -80,15 +80,10 @@ class FaultPlan:
     wipes: tuple[Hazard, ...] = ()
     flips: tuple[Hazard, ...] = ()
     hosts: int = 1
-    fill: str | None = None
 
     def __post_init__(self) -> None:
         if set(self.weights) - set(KINDS) or min(self.weights.values()) < 0 or not sum(self.weights.values()):
             raise ValueError(f"choose among {', '.join(KINDS)}, with weights of which one is above 0")
-        if "fill" in self.weights and self.fill is None:
-            raise ValueError("a full disk needs the directory to fill")
-        if self.fill is not None:
-            checked_own(self.fill)
 
     def faults(self, processes: int) -> Iterator[Fault]:
         """The faults of a job of so many processes, in order. Raises `ValueError` where they are not as many on each

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
+from ckptkit.launch.faults import checked_own
+
 _FLIPPED_BYTES_MIN = 64
 _FILLED_BYTES_MIN = 4096
 _FILLER = ".ckptkit-chaos-full"
@@ -51,6 +53,7 @@ class FullDisk:
     system of `/`: a full one would hit more than the job."""
 
     def __init__(self, directory: str):
+        self.directory = checked_own(directory)
         if os.stat(directory).st_dev == os.stat("/").st_dev:
             raise ValueError(f"{directory} is on the file system of /: give a directory on a file system of its own")
         self._path = Path(directory) / _FILLER

@@ -172,8 +172,6 @@ class Saver:
         last = None if request.last is None else request.last.deadline
         with call.spans.measured("wait_for_prev"):
             turn = self._pipeline.run(self._pipeline.await_turn(due, must_wait=must_wait, last=last))
-        if last is None:
-            self._pipeline.raise_if_overdue(step, due, call.name)
         ticket = Ticket(name=call.name, save_id=self._branch.next_save(step))
         self._decider.taken(step, due, request.metrics)
         self._metadata_index.taken(step, request.metrics)

@@ -116,7 +116,6 @@ class FailurePolicy:
     retry_delay_s: float = 1.0
     pause_after: int = 3
     pause_s: float = 60.0
-    durable_max_age_s: float | None = None
     skipped_max: int | None = 10
     max_age_s: float | Mapping[str, float] | None = 1800.0
     raise_in_save: Literal["lost", "all", "never"] = "lost"
@@ -144,8 +143,6 @@ class FailurePolicy:
             raise ValueError(
                 f"FailurePolicy: retries={self.retries}, retry_delay_s={self.retry_delay_s}: give 0 or more"
             )
-        if self.durable_max_age_s is not None and self.durable_max_age_s < 0:
-            raise ValueError(f"FailurePolicy: durable_max_age_s={self.durable_max_age_s}: give 0 or more, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

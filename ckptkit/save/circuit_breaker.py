@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.durable.read_step import is_transient
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.errors import CheckpointError, SaveFailedError, StoreError, heard_from
+from ckptkit.errors import CheckpointError, StoreError, heard_from
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId
@@ -133,28 +133,6 @@ class DurableRetry:
         self._paused_until_s = clock.monotonic_s() + pause_s
         said = f"{self._failed_in_row} saves in a row have failed; the next is tried in {pause_s:g} s. {reason}"
         self._events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=said, pause_s=pause_s)
-
-    def raise_if_overdue(self, step: int, name: str) -> None:
-        """Raises `SaveFailedError` where durable saves have been failing for too long, on every process or on none.
-
-        Called by all processes, whatever is in flight: what process 0 knows by now decides, with its clock. Without
-        a limit nobody asks; with one, process 0 waits for nobody, and the others for its answer. `name` is the call's.
-        """
-        limit_s = self._policy.durable_max_age_s
-        if limit_s is None:
-            return
-        age_s = self._coordinator.ask_process_0("overdue", self._failing_for_s, about=name)
-        if age_s > limit_s:
-            raise SaveFailedError(
-                f"step {step} is not saved: every durable save of the last {age_s:.1f} s has failed, and "
-                f"durable_max_age_s is {limit_s:g}; repair the durable tier, or raise durable_max_age_s",
-                step=step,
-                tier=DURABLE,
-            )
-
-    def _failing_for_s(self) -> float:
-        from_s = self._failing_from_s  # the durable thread may set it meanwhile
-        return 0.0 if from_s is None else clock.monotonic_s() - from_s
 
     def _verdict(
         self, error: Exception | None, durable: DurableSteps, save_id: SaveId, name: str

@@ -11,6 +11,7 @@ from ckptkit.util import clock
 
 _ANY = "any tier"
 _WITHOUT_VERDICT = 3  # further losses, if process 0 sends nothing
+_AGE_WITHOUT_VERDICT = 2.0  # times the limit, if process 0 sends nothing
 _QUIET_S = 60.0  # between two log lines of one kind
 
 
@@ -87,17 +88,19 @@ class SaveHealth:
         most = self._policy.skipped_max
         with self._lock:
             why, self._announced = self._announced, None
-            why = why or self._overdue(None if most is None else most + _WITHOUT_VERDICT)
+            why = why or self._overdue(
+                None if most is None else most + _WITHOUT_VERDICT, age_times=_AGE_WITHOUT_VERDICT
+            )
         if why is not None:
             raise SaveFailedError(f"step {step} is not saved: {why}", step=step)
 
-    def _overdue(self, most: int | None) -> str | None:
+    def _overdue(self, most: int | None, *, age_times: float = 1.0) -> str | None:
         now_s, why = clock.monotonic_s(), None
         if most is not None and self._lost_in_row >= most:
             why = f"the last {self._lost_in_row} saves were lost (skipped_max={self._policy.skipped_max})"
         for tier, limit_s in self._policy.age_limits_s.items():
             from_s = self._since_s.get(tier)
-            if from_s is not None and now_s - from_s > limit_s:
+            if from_s is not None and now_s - from_s > age_times * limit_s:
                 why = f"{tier} has committed no save for {now_s - from_s:.0f} s (max_age_s={limit_s:g})"
         if why is None:
             return None

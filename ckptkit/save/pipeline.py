@@ -144,15 +144,6 @@ class SavePipeline:
         _log.warning("save waits for the previous save, %.0f s at most: %s", deadline.left_s, left)
         return (yield from wait(deadline))
 
-    def raise_if_overdue(self, step: int, due: frozenset[str], name: str) -> None:
-        """Raises `SaveFailedError` where the durable tier has been failing for too long (`DurableRetry`).
-
-        Waits for no save: what process 0 knows when it asks decides for all. With several processes only saves that
-        are due there ask.
-        """
-        if self._coordinator.count == 1 or DURABLE in due:
-            self._durable_retry.raise_if_overdue(step, name)
-
     def veto(self, name: str, error: BaseException) -> SaveProtocol:
         """This process raises in the call `name` of `save`: the others drop the save at once. Raises nothing."""
         if self._coordinator.count == 1:

@@ -305,7 +305,7 @@ def overdue(job: Job) -> None:
         raise OSError(28, "No space left on device")
 
     real, DurableSteps.save = DurableSteps.save, refused
-    policy = ckptkit.FailurePolicy(retries=0, durable_max_age_s=3600.0, max_age_s=None)
+    policy = ckptkit.FailurePolicy(retries=0, max_age_s={"durable": 3600.0})
     saving = ckptkit.SaveOptions(on_failure=policy)
     try:
         with job.manager("overdue", ram={}, saving=saving) as manager:
@@ -321,9 +321,10 @@ def overdue(job: Job) -> None:
             job.moved_s += 4000.0 * (job.process == 1)
             assert "was not committed to tier durable" in fails(2)
             job.moved_s += 4000.0 * (job.process == 0)
-            assert "step 3 is not saved: every durable save" in fails(3)
+            assert "was not committed to tier durable" in fails(3)
+            assert "step 4 is not saved: durable has committed no save" in fails(4)
             DurableSteps.save = real
-            assert manager.latest_step() == 2, "the ramdisk has it"
+            assert manager.latest_step() == 3, "the ramdisk has it"
     finally:
         DurableSteps.save = real
 

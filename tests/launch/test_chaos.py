@@ -303,7 +303,7 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, capfd: pytest
     ("words", "said"),
     [
         (["--kind", "explode:1"], "choose among kill, host, freeze, preempt, fill, outage"),
-        (["--kind", "fill:1"], "needs the directory to fill"),
+        (["--kind", "fill:1"], "needs a directory on the file system to fill"),
         (["--kind", "fill:1", "--fill", "/usr/lib"], "is on the file system of /"),
         (["--kind", "outage:1"], "needs a bucket to take away"),
         (["--processes", "3", "--hosts", "2"], "3 processes are not as many on each of 2 hosts"),

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckptkit.errors import SaveFailedError, StoreError, TransientStoreError
+from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.job.coordination import Coordinator, Decide, LocalCoordinator
+from ckptkit.job.coordination import Decide, LocalCoordinator
 from ckptkit.model.policies import FailurePolicy
 from tests.save.protocols import Retry
 
@@ -60,43 +60,12 @@ class Told:
         raise AssertionError(f"{channel} of {about}: nothing raised")
 
 
-def upkeep(coordinator: Coordinator, max_age_s: float | None) -> Retry:
-    return Retry(coordinator, FailurePolicy(retries=0, durable_max_age_s=max_age_s))
-
-
 def fail(kept: Retry) -> None:
     def write() -> None:
         raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
         kept.attempt(0, write)
-
-
-def test_process_0_decides_for_all() -> None:
-    """One process would raise from `save` where the others go on and wait for it."""
-    with pytest.raises(SaveFailedError, match=r"step 7 is not saved: every durable save of the last 3\.0 s has failed"):
-        upkeep(Told(3.0), 2.0).raise_if_overdue(7)  # nothing has failed here yet
-    behind = upkeep(Told(0.0), 0.0)
-    fail(behind)
-    behind.raise_if_overdue(8)  # process 0 does not know of it
-
-
-def test_no_limit_means_no_exchange() -> None:
-    """Every durable save would cost a round trip for an option that is not set."""
-    told = Told(1e9)
-    upkeep(told, None).raise_if_overdue(1)
-    assert told.asked == 0
-
-
-def test_single_process_decides_by_its_own_clock() -> None:
-    """A job of one process would never stop."""
-    kept = upkeep(LocalCoordinator(), 0.0)
-    kept.raise_if_overdue(1)
-    fail(kept)
-    with pytest.raises(SaveFailedError, match=r"durable_max_age_s is 0; repair the durable tier"):
-        kept.raise_if_overdue(2)
-    kept.attempt(3, lambda: None)
-    kept.raise_if_overdue(4)
 
 
 def paused(monkeypatch: pytest.MonkeyPatch, pauses: int) -> tuple[Retry, list[Event], list[float]]:
