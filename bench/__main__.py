@@ -8,7 +8,7 @@ intervals on recorded failures), `simulate` (how long a simulation takes), `conv
 budget), `exporters` (the cost of live metrics and traces), `gpu` (staging strategies on accelerators), `herd` (a
 thousand hosts that restore from a bucket at once), `inspect` (100,000 leaves), `unchanged` (an adapter on a frozen
 base), `zoo` (every command over roots with strange things in them). `all` runs everything but `exporters`, `gpu`,
-`herd` and `unchanged`, and renders `bench/REPORT.md`, `report` again.
+`herd`, `unchanged` and `zoo`, and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ class Guard:
     within a rollback, reaches the same bits, whichever save was restored.
 
     All processes call it alike, with values that are equal on all processes (outputs of the jitted step that every
-    device holds). Cost of `watch`: about 0.1 ms for 3 rules, no communication and no wait for the device. A float is
-    judged at once. A `jax.Array` is copied to the host in the background, and read `lag_steps` steps later.
+    device holds). Cost of `watch`: about 0.1 ms for 3 rules, and no communication. A float is judged at once. A
+    `jax.Array` is copied to the host in the background, and read `lag_steps` steps later: a loop waits for a device
+    only if it is further behind.
 
     Args:
       rules: what is judged, and by which limits; `Spike("grad_norm")` needs `watch(step, grad_norm=...)`.

@@ -1,4 +1,4 @@
-"""The fields of Orbax's `Context`: each is obeyed, or refused with a ValueError that names it."""
+"""The fields of Orbax's `Context`: each is obeyed, has no effect here by a named rule, or is refused with a ValueError."""
 
 from __future__ import annotations
 
