@@ -63,8 +63,7 @@ def scrub(
     """Verify every copy of every save of ROOT on this host, and repair damaged ones from another copy of the same save.
 
     Only saves of ckptkit are repaired or put aside. A step that is pinned or in use is repaired, and never put aside.
-    Exit code 11 if damage is
-    left, or was put aside.
+    Exit code 11 if damage is left, or was put aside.
     """
     host = fast_tiers(tiers, host_id)
     with progress_line() as progress:

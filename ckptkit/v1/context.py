@@ -1,4 +1,4 @@
-"""The fields of Orbax's `Context`: each is obeyed, has no effect here by a named rule, or is refused with a ValueError."""
+"""The fields of Orbax's `Context`: each is obeyed, without effect by a named rule, or refused with a ValueError."""
 
 from __future__ import annotations
 

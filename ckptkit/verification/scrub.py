@@ -108,8 +108,9 @@ def scrub(
     new copy and swapped by one rename. In a bucket it is replaced object by object, each only if it is still the one
     that was read; every state in between verifies as damaged or complete. A save of ckptkit that cannot be repaired or
     restored goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never deleted. Steps
-    of stock Orbax and other directories stay. Pinned steps and steps that a process reads are repaired, and never moved.
-    `step_prefix`: see `ckptkit steps`. Leftovers of a crashed repair are removed from a root on a disk. Without `repair` nothing is written.
+    of stock Orbax and other directories stay. Pinned steps, and steps that a process reads, are repaired and never
+    moved. `step_prefix`: see `ckptkit steps`. Leftovers of a crashed repair are removed from a root on a disk. Without
+    `repair` nothing is written.
 
     Cost: a read of every byte, and for each damaged durable step a write of the whole. Raises `StepNotFoundError`
     where there is nothing, `StoreError` where something cannot be reached or written, `ValueError` for limits below 1.
