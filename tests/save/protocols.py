@@ -43,6 +43,3 @@ class Retry:
         durable: Any = SimpleNamespace(holds=lambda _: landed(), kept=list)
         protocol = self.breaker.attempt(SaveId(1, step, step), f"0.{step}.0", written, durable, **words)
         drive(protocol, self._coordinator)
-
-    def raise_if_overdue(self, step: int) -> None:
-        self.breaker.raise_if_overdue(step, f"0.{step}.0")
