@@ -68,9 +68,8 @@ def test_changed_program_is_never_saved_and_compiled_at_the_next_start(tmp_path:
     stale = program_of(3.0, tmp_path / "cache")
     assert stale.origin == "loaded"
     with ckptkit.CheckpointManager(tmp_path / "run") as manager:
-        wrong, _ = stale(state(), X)
         with pytest.raises(ckptkit.ProgramChangedError, match="none of them was saved"):
-            manager.save(0, args=ocp.args.StandardSave(wrong))  # pyright: ignore[reportCallIssue]
+            manager.save(0, args=ocp.args.StandardSave(state()))  # pyright: ignore[reportCallIssue]
         assert manager.all_steps() == []
     with pytest.raises(ckptkit.ProgramChangedError):
         stale(state(), X)
