@@ -132,7 +132,8 @@ class _Proof:
         """Begins the comparison, if it has not begun. Raises what it found."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._compare, name="ckptkit-prove-program", daemon=True)
+                # Not a daemon: a process that ends waits for it, since a trace at the end of the interpreter may crash.
+                self._thread = threading.Thread(target=self._compare, name="ckptkit-prove-program")
                 self._thread.start()
         if self._error is not None:
             raise self._error

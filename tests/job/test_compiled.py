@@ -225,8 +225,7 @@ import jax, jax.numpy as jnp
 import ckptkit
 import mine
 program = ckptkit.compiled(jax.jit(mine.step), jnp.ones(8), cache=sys.argv[1])
-print(program.origin, program(jnp.ones(8))[0])
-program.wait_until_proven()
+print(program.origin, program(jnp.ones(8))[0])  # and the process ends while the program is traced
 """
 
 
