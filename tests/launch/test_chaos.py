@@ -22,6 +22,7 @@ from ckptkit.launch.chaos import Chaos, ChaosRun
 from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
 from ckptkit.launch.harm import FullDisk, LocalBucket, flipped
 from ckptkit.launch.status import write_status
+from tests.mounts import Mounts
 
 # A job that counts to 40 in a file, goes on from there, and says at its end what it has counted: its "state".
 COUNTS = """
@@ -163,21 +164,15 @@ def test_bucket_goes_away_and_comes_back_with_its_objects(tmp_path: Path) -> Non
         bucket.close()
 
 
-def test_disk_is_full_for_the_time_of_the_fault(tmp_path: Path) -> None:
+def test_disk_is_full_for_the_time_of_the_fault(tmp_path: Path, mounts: Mounts) -> None:
     """A job that fails on the first full disk would pass."""
-    own = tmp_path / "disk"
-    own.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(own)], capture_output=True).returncode:
-        pytest.skip("a file system of its own can be mounted by root only")
-    try:
-        disk = FullDisk(str(own))
-        assert disk.begin() > 900_000
-        with pytest.raises(OSError, match="No space left"):
-            (own / "step").write_bytes(bytes(8192))
-        disk.end()
+    own = mounts.small(tmp_path / "disk", "1m")
+    disk = FullDisk(str(own))
+    assert disk.begin() > 900_000
+    with pytest.raises(OSError, match="No space left"):
         (own / "step").write_bytes(bytes(8192))
-    finally:
-        subprocess.run(["umount", str(own)], check=True)
+    disk.end()
+    (own / "step").write_bytes(bytes(8192))
 
 
 def test_disk_that_others_need_is_not_filled() -> None:

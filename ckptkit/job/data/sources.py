@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class Source(Protocol):
         ...
 
 
-class _ByIndex:
+class _ByIndex(ABC):
     """The common part of data with an index: the end is known, and the position is a number."""
 
     stream_count = 0
@@ -88,8 +89,9 @@ class _ByIndex:
         iterator, self._iterator = self._iterator, None
         _close(iterator)
 
+    @abstractmethod
     def _steps(self, first: int, count: int) -> Any:
-        raise NotImplementedError
+        """An iterator over the rows of `count` steps from `first` on."""
 
 
 class IndexSource(_ByIndex):
