@@ -172,16 +172,15 @@ def _entry(cache: str | os.PathLike[str], fn: Any, args: tuple[Any, ...], key: A
     home = Path(cache)
     try:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        refuse_others(home)
+        _refuse_others(os.stat(home), home)
     except OSError as error:
         _logger.warning("%s cannot keep compiled programs: %s", home, error)
         return None
     return home / f"{_name(fn)}-{_key(fn, args, key)}"
 
 
-def refuse_others(path: Path) -> None:
+def _refuse_others(status: os.stat_result, path: Path) -> None:
     """Raises `PermissionError` where anybody else than this user could change what `path` holds."""
-    status = os.stat(path)
     refuse_other_owner(status, path)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"others may write to {path}: chmod go-w {path}")
@@ -196,7 +195,7 @@ def _key(fn: Any, args: tuple[Any, ...], key: Any) -> str:
     told = {
         "function": f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', '')}",
         "tree": str(tree),
-        "leaves": [[list(leaf.shape), str(leaf.dtype), _sharding(leaf)] for leaf in leaves],
+        "leaves": [[list(np.shape(leaf)), str(getattr(leaf, "dtype", type(leaf))), _sharding(leaf)] for leaf in leaves],
         "key": key,
         "devices": [[d.id, d.process_index, d.platform, d.device_kind] for d in jax.devices()],
         "platform": jax.devices()[0].client.platform_version,
@@ -308,10 +307,7 @@ def _load(path: Path) -> tuple[jax.stages.Compiled, bytes] | None:
 def _read(path: Path) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        refuse_other_owner(status, path)
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"others may write to {path}")
+        _refuse_others(os.fstat(fd), path)
         return file.read()
 
 
@@ -359,6 +355,11 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _forget_oldest(home: Path) -> None:
-    files = sorted((path for path in home.iterdir() if path.is_file()), key=lambda path: path.stat().st_mtime)
-    for path in files[:-_ENTRIES_MAX]:
+    """Other processes write and delete here too: a file may vanish, and one with a dot is still being written."""
+    ages: dict[Path, float] = {}
+    for path in home.iterdir():
+        with suppress(FileNotFoundError):
+            if not path.name.startswith(".") and path.is_file():
+                ages[path] = path.stat().st_mtime
+    for path in sorted(ages, key=lambda path: ages[path])[:-_ENTRIES_MAX]:
         path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -246,6 +247,17 @@ def test_only_the_newest_programs_are_kept(tmp_path: Path) -> None:
     """A job that is started often would fill the disk."""
     for number in range(70):
         (tmp_path / f"old-{number}").write_bytes(b"")
+    half_written = tmp_path / ".step-1.7"  # by another process
+    half_written.write_bytes(b"")
+    os.utime(half_written, (0, 0))
     program_of(2.0, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 64
+    assert half_written.exists()
+    assert len(list(tmp_path.iterdir())) == 65
     assert program_of(2.0, tmp_path).origin == "loaded"
+
+
+def test_python_numbers_are_arguments(tmp_path: Path) -> None:
+    """A step that takes its rate as a number would not compile."""
+    programs = [ckptkit.compiled(jax.jit(lambda x, rate: x * rate), X, 0.5, cache=tmp_path) for _ in range(2)]
+    assert [each.origin for each in programs] == ["compiled", "loaded"]
+    np.testing.assert_array_equal(programs[1](X, 0.25), np.arange(8) * 0.25)
