@@ -52,8 +52,8 @@ class Kind(StrEnum):
     # computing_s (not in it: the time until the step had computed the state); tree_bytes (of all processes), if it is
     # due in the durable tier; policy "wait" if it waited for saves
     STAGED = "staged"
-    # step is whole in tier on ALL processes: fields bytes, duration_s since staged; shared_bytes if a durable step took
-    # data files over from the step before
+    # step is whole in tier on ALL processes: fields bytes, duration_s since staged; shared_bytes and shared_from if a
+    # durable step took data files over from the step before
     COMMITTED = "committed"
     SKIPPED = "save_skipped"  # dropped everywhere: fields reason, policy: skip (too early), wait (in vain), veto
     # replicas hold different bits: fields item, leaf, box, holders (process, host, device, digest), suspects, policy

@@ -11,6 +11,7 @@ from ckptkit.cli.text import age_text, count_text, print_line, print_table, shap
 from ckptkit.errors import StepNotFoundError
 from ckptkit.guard.record import FORMAT, describe
 from ckptkit.inspection import Inspection, Item, LeafInfo, totals
+from ckptkit.inspection.sharing import sharing_words
 from ckptkit.util import clock
 
 _VALUE_CHARS = 200  # of a flag or a command; --json has all of it
@@ -79,6 +80,10 @@ def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:
     if sums["leaves"] or origin.writer != "unknown":
         leaves = count_text(sums["leaves"], "leaf", "leaves")
         lines.append(f"  {leaves}, {size_text(sums['bytes'])} ({sums['bytes']} bytes){_stored(found)}")
+    if found.shared:
+        size = size_text(sum(file.size_bytes for file in found.shared.values()))
+        files = count_text(len(found.shared), "file")
+        lines.append(f"  shares {size} in {files} (hard links) with {sharing_words(found.shared)}")
     return lines
 
 

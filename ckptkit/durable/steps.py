@@ -127,7 +127,8 @@ class DurableSteps:
         self.stock = StockManager(self.url, self._options, setup)
         mode = options.file_options.path_permission_mode if options.file_options else None
         self.pace = WritePace(profile.write_bytes_per_s)
-        self.shared_bytes = 0  # of data files that this process took over from the step before, for the last save
+        # Of the last save, data files that this process took over from the step before: `shared_bytes`, `shared_from`.
+        self.shared: Mapping[str, int] = {}
         self._step_writer = StepWriter(self.url, self._tries, profile, mode=mode, pace=self.pace)
         self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=coordinator.process == 0, said=said)
         self._writer: ocp.CheckpointManager | None = None
@@ -205,7 +206,7 @@ class DurableSteps:
         books are then read anew.
         """
         self._tries.begin(about or str(save_id))
-        self.shared_bytes = 0
+        self.shared = {}
         self._refuse_unfit()
         by_orbax = self._orbax_writes or not is_writable(items)
         has_sidecars = any(has_sidecar(args, by_orbax=by_orbax) for args in items.values())
@@ -242,7 +243,7 @@ class DurableSteps:
         handlers = {name: handler_name(item) for name, item in items.items()}
         try:
             tidy = self._step_writer.write(self.stock.name(step), save_id, items, handlers, custom, check_epoch)
-            self.shared_bytes = self._step_writer.shared_bytes
+            self.shared = self._step_writer.shared
             forget_listings(self.url)  # of before the commit: Orbax's reads go by them
             self._identities[step] = save_id
             self._views.written_past(self._writer)

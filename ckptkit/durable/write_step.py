@@ -92,9 +92,9 @@ class StepWriter:
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 
     @property
-    def shared_bytes(self) -> int:
-        """Of data files that the step committed last has in common with the one before, on this process."""
-        return self._sharing.shared_bytes
+    def shared(self) -> Mapping[str, int]:
+        """See `DurableSteps.shared`."""
+        return self._sharing.shared
 
     def write(
         self,
@@ -149,7 +149,7 @@ class StepWriter:
                 for attempt in begun:
                     attempt.give_up()
                 raise
-        self._sharing.committed(f"{self._url}/{name}")
+        self._sharing.committed(f"{self._url}/{name}", save_id.step)
         return begun[0].tidy if begun else lambda: None
 
     def _write_at(

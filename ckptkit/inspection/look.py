@@ -39,6 +39,7 @@ from ckptkit.inspection.shares import (
     sidecar_processes,
     sidecars_lost,
 )
+from ckptkit.inspection.sharing import shared_files
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, Writer
 from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
@@ -141,6 +142,7 @@ def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Plac
         items=found,
         notes=tuple(notes),
         problems=tuple(problems),
+        shared=shared_files(place.url),
     )
 
 

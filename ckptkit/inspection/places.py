@@ -234,14 +234,16 @@ def no_directory(url: str, why: str) -> StepNotFoundError:
 
 
 def _local_sizes(path: str) -> dict[str, int]:
-    return {os.path.relpath(whole, path): found.st_size for whole, found in _local_files(path)}
+    return {os.path.relpath(whole, path): found.st_size for whole, found in local_files(path)}
 
 
 def _linked_sizes(path: str) -> dict[str, int]:
-    return {f"{at.st_dev}:{at.st_ino}": at.st_size for _, at in _local_files(path) if at.st_nlink > 1}
+    return {f"{at.st_dev}:{at.st_ino}": at.st_size for _, at in local_files(path) if at.st_nlink > 1}
 
 
-def _local_files(path: str) -> Iterator[tuple[str, os.stat_result]]:
+def local_files(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Every file below a local path, with its facts. Links are not followed. Raises `StoreError`."""
+
     def fail(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # pruned while it was counted
             raise StoreError(f"{error.filename}: {error.strerror}", path=path) from error

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ckptkit.inspection.sharing import SharedFile
 from ckptkit.model.manifest import SaveId
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
@@ -106,7 +107,7 @@ class SaveOrigin:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """The checkpoint at `path`. `notes` name choices that were made, `problems` name damage; the rest is still
-    shown."""
+    shown. `shared`: the files of a durable step that have other names too, by path below `path`."""
 
     path: str
     kind: Literal["step", "item", "slot", "file", "directory"]
@@ -115,6 +116,7 @@ class Inspection:
     items: tuple[Item, ...]
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    shared: Mapping[str, SharedFile] = field(default_factory=dict)
 
     def to_json(self, *, depth: int = 1) -> dict[str, Any]:
         """As `--json` prints it; groups are the first `depth` parts of the leaves' paths."""
@@ -126,6 +128,10 @@ class Inspection:
             "origin": asdict(self.origin),
             "items": [item.to_json() for item in self.items],
             "totals": totals(self.items, depth=depth),
+            "shared": [
+                {"path": path, "bytes": file.size_bytes, "steps": file.steps, "elsewhere": file.elsewhere}
+                for path, file in sorted(self.shared.items())
+            ],
             "notes": self.notes,
             "problems": self.problems,
         }

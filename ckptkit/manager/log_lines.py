@@ -68,7 +68,7 @@ def _committed(event: Event) -> str:
         return ""
     size = f"{size_text(event.fields['bytes'])} of this process, " if event.fields["bytes"] else ""
     if shared_bytes := event.fields.get("shared_bytes"):
-        size += f"{size_text(shared_bytes)} of them not written again, "
+        size += f"{size_text(shared_bytes)} of them taken from step {event.fields['shared_from']}, "
     return (
         f"step {event.step} is committed to tier durable: {size}{time_text(event.fields['duration_s'])} after staging"
     )

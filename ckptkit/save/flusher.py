@@ -225,7 +225,7 @@ class Flusher:
                 forced=save.forced,
             )
             self._outcomes.phase(save_id, "committed_here", DURABLE)
-            self._outcomes.committed(save, DURABLE, None, shared_bytes=self._tiers.durable.shared_bytes)
+            self._outcomes.committed(save, DURABLE, None, shared=self._tiers.durable.shared)
         except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
             self._outcomes.failed(save_id, DURABLE, error)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ckptkit.errors import CheckpointError, SaveFailedError, StoreFullError
 from ckptkit.events import Kind
@@ -77,9 +77,8 @@ class Outcomes:
         self.under_way.advance()
         self._events.emit(Kind.PHASE, step=save_id.step, tier=tier, phase=phase)
 
-    def committed(self, save: Save, tier: str, arena: Arena | None, *, shared_bytes: int = 0) -> None:
-        """All processes hold the save in `tier`, which the log has booked. `shared_bytes`: of data files that this
-        process took over from the step before."""
+    def committed(self, save: Save, tier: str, arena: Arena | None, shared: Mapping[str, int] | None = None) -> None:
+        """All processes hold the save in `tier`, which the log has booked. `shared`: see `DurableSteps`."""
         if tier == MEMORY:
             return
         self._ledger.hold(save.save_id, tier, save.description.held_bytes)
@@ -91,7 +90,7 @@ class Outcomes:
             bytes=save.description.held_bytes,
             duration_s=round(clock.monotonic_s() - save.staged_s, 6),
             **({"method": arena.method} if arena is not None and arena.synced else {}),
-            **({"shared_bytes": shared_bytes} if shared_bytes else {}),
+            **(shared or {}),
         )
 
     def committed_by_orbax(self, save_id: SaveId, began_s: float) -> None:

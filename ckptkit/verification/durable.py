@@ -9,12 +9,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ckptkit.durable.cells.local_reader import PlacedCells
 from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, is_text_leaf
 from ckptkit.durable.read_step import DurableReader, without_identity
 from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
@@ -32,7 +33,9 @@ from ckptkit.inspection.directories import (
 )
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.shares import items_missing, leaf_of_record, own_sidecars, sidecar_processes, sidecars_lost
+from ckptkit.inspection.sharing import shared_files, steps_words
 from ckptkit.model.boxes import Box
+from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.handler_files import with_file_leaves
 from ckptkit.model.manifest import FILES, LeafRecord, Manifest, SaveId, cell_ranges, digest_of
 from ckptkit.model.paths import STEP_METADATA
@@ -63,6 +66,7 @@ class _Looked:
     findings: Sequence[Finding]
     notes: Sequence[str]
     undigested: Mapping[str, Sequence[str]]  # items of which no digests were kept, by the words of `_WHY`
+    records: Mapping[tuple[str | None, str | None], LeafRecord]  # of leaves with digests, by item and leaf
 
 
 def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, timeout_s: float) -> list[StepProof]:
@@ -85,7 +89,7 @@ def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, 
     total_bytes = sum(check.size_bytes for check in own) + sum(leaf.size_bytes for leaf in stock)
     checks = itertools.chain(own, *(leaf.checks() for leaf in stock))
     checked, damaged = check_cells(checks, total_bytes, limits, path=place.url, step=step)
-    findings = (*looked.findings, *damaged)
+    findings = (*looked.findings, *_with_sharers(place, looked, damaged))
     unproven = _unproven(looked, limits)
     if findings and _changes(place, before):
         notes.append(f"{place.url}: the step was pruned or replaced while it was read")
@@ -98,10 +102,32 @@ def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, 
         path=place.url,
         save_id=looked.save_id,
         checked=checked,
-        reason=f"{len(findings)} damaged" if findings else unproven,
+        reason=_damage_words(findings) if findings else unproven,
         findings=findings,
     )
     return [proof]
+
+
+def _with_sharers(place: Place, looked: _Looked, damaged: Sequence[Finding]) -> Iterator[Finding]:
+    """The findings about cells, each with the other steps that have the damaged file too."""
+    shared = shared_files(place.url) if damaged else {}
+    if not shared:
+        yield from damaged
+        return
+    step_url = step_url_of(place, items_of(place)[0])
+    cells = PlacedCells(step_url, DurableProfile())
+    for each in damaged:
+        leaf, steps = looked.records.get((each.item, each.leaf)), ()
+        if leaf is not None and each.item is not None and each.box is not None:
+            path = f"{step_url}/{cells.file_of(each.item, leaf, each.box)}".removeprefix(f"{place.url}/")
+            steps = shared[path].steps if path in shared else ()
+        yield replace(each, shared_with=steps)
+
+
+def _damage_words(findings: Sequence[Finding]) -> str:
+    steps = sorted({step for finding in findings for step in finding.shared_with})
+    also = f", in files that {steps_words(steps)} {'have' if len(steps) > 1 else 'has'} too" if steps else ""
+    return f"{len(findings)} damaged{also}"
 
 
 def _changes(place: Place, before: object) -> bool:
@@ -182,6 +208,7 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
         findings=tuple(dict.fromkeys(findings)),
         notes=stock.notes,
         undigested=_undigested(place, items, handlers, kinds, first),
+        records={(item, leaf.name): leaf for item, manifests in sidecars.items() for leaf in manifests[0].arrays[item]},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ckptkit.inspection.sharing import steps_words
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import SaveId
 
@@ -18,7 +19,8 @@ ProofKind = Literal["slot", "durable"]
 class Finding:
     """One damage. `leaf` and `box` are None where it is not of a cell, `expected` and `found` are digests.
 
-    `found` is None where the bytes could not be read at all.
+    `found` is None where the bytes could not be read at all. `shared_with`: other steps that have the damaged file too,
+    a hard link, and so the same damage.
     """
 
     path: str
@@ -28,13 +30,15 @@ class Finding:
     box: Box | None = None
     expected: str | None = None
     found: str | None = None
+    shared_with: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.leaf is None:
             return self.problem
         where = "" if self.box is None else f", cell {self.box.start} to {self.box.stop}"
         digests = "" if self.found is None else f" (digest {self.found}, expected {self.expected})"
-        return f"{self.path}: leaf {self.item}:{self.leaf}{where}: {self.problem}{digests}"
+        shared = f"; the file is also damaged in {steps_words(self.shared_with)}" if self.shared_with else ""
+        return f"{self.path}: leaf {self.item}:{self.leaf}{where}: {self.problem}{digests}{shared}"
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -47,6 +51,7 @@ class Finding:
             "box": box,
             "expected": self.expected,
             "found": self.found,
+            "shared_with": self.shared_with,
         }
 
 

@@ -208,7 +208,7 @@ def test_stored_bytes_are_reported(ckpt: Run, ours: Ours, stock: Path, tmp_path:
 def test_json_shape_is_documented(ckpt: Run, ours: Ours) -> None:
     """Scripts that read `--json` would break: docs/CLI.md promises these names."""
     found = json.loads(ckpt("inspect", ours.root / "4", "--json").out)
-    top = ["format", "path", "kind", "step", "origin", "items", "totals", "notes", "problems"]
+    top = ["format", "path", "kind", "step", "origin", "items", "totals", "shared", "notes", "problems"]
     assert list(found) == top
     assert found["format"] == 1
     origin = ["writer", "proven", "save_id", "processes", "hosts", "committed_at_s", "provenance"]

@@ -204,15 +204,16 @@ def test_padded_file_is_linked_and_a_short_one_is_not(tmp_path: Path) -> None:
 
 
 def test_event_of_a_commit_has_the_shared_bytes(tmp_path: Path) -> None:
-    """A person could not see that a commit was short because it wrote little."""
+    """A person could not see that a commit was short because it wrote little, and which step has the bytes."""
     log = ckptkit.EventLog()
-    found = dict[int, int]()
-    log.observe(
-        lambda event: (
-            found.update({event.step or 0: event.fields.get("shared_bytes", 0)}) if event.kind == "committed" else None
-        )
-    )
+    found = dict[int | None, tuple[Any, Any]]()
+
+    def note(event: ckptkit.Event) -> None:
+        if event.kind == ckptkit.Kind.COMMITTED:
+            found[event.step] = (event.fields.get("shared_bytes"), event.fields.get("shared_from"))
+
+    log.observe(note)
     with ckptkit.CheckpointManager(tmp_path, events=log) as manager:
         for step in range(4):
             _save(manager, step, _state(step))
-    assert found == {0: 0, 1: 0, 2: 2_400_000, 3: 2_400_000}
+    assert found == {0: (None, None), 1: (None, None), 2: (2_400_000, 1), 3: (2_400_000, 2)}

@@ -334,5 +334,5 @@ def test_json_shape_is_stable(job: Job) -> None:
     (step,) = found.pop("steps")
     assert found == {"format": 1, "path": str(job.home / "ram"), "item": None, "notes": [], "problems": []}
     (finding,) = step.pop("findings")
-    assert set(finding) == {"path", "problem", "item", "leaf", "box", "expected", "found"}
+    assert set(finding) == {"path", "problem", "item", "leaf", "box", "expected", "found", "shared_with"}
     assert set(step) == {"step", "state", "kind", "path", "save_id", "cells", "bytes", "reason"}

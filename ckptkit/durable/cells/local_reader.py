@@ -63,6 +63,11 @@ class PlacedCells:
                 return not may_be_encoded(target[:HEAD_BYTES].tobytes(), size_bytes, size_bytes)
         return False
 
+    def file_of(self, item: str, leaf: LeafRecord, cell: Box) -> str | None:
+        """The file that holds a cell, by its path below the step; None where a tree holds it, or it is not known."""
+        place = self._places(item).get(cell_key(array_prefix(leaf.name), leaf, cell))
+        return f"{item}/{place.path}" if isinstance(place, Placed) else None
+
     def _places(self, item: str) -> _Item:
         if self._directory is None:
             return {}

@@ -145,7 +145,8 @@ class Sharing:
         self._root = root
         self._items: dict[str, UnchangedLeaves] = {}
         self._wrote: dict[str, tuple[str, SharingPlan, FileGroup | None]] = {}  # by item, of the step being written
-        self.shared_bytes = 0  # of the step that was committed last: of data files that it has in common with others
+        self._last_step = -1  # that was committed
+        self.shared: Mapping[str, int] = {}  # fields of the event `committed`, of the step that was committed last
 
     def begin(self) -> None:
         """A step is begun: nothing of it is written yet."""
@@ -178,12 +179,14 @@ class Sharing:
         """An item is written. Its database is `below` the step's directory, and its leaves `apart` are in `group`."""
         self._wrote[item] = below, plan, group
 
-    def committed(self, step: str) -> None:
+    def committed(self, url: str, step: int) -> None:
         """The step, at this URL, is committed: the next one takes files over from it."""
-        self.shared_bytes = 0
+        shared_bytes = 0
         for item, (below, plan, group) in self._wrote.items():
-            self._items[item].committed(step + below, plan, group)
-            self.shared_bytes += sum(taken.stored_bytes for taken in plan.taken)
+            self._items[item].committed(url + below, plan, group)
+            shared_bytes += sum(taken.stored_bytes for taken in plan.taken)
+        self.shared = {"shared_bytes": shared_bytes, "shared_from": self._last_step} if shared_bytes else {}
+        self._last_step = step
 
 
 def without(plan: SharingPlan, group: FileGroup) -> SharingPlan:

@@ -213,7 +213,7 @@ class SimDurable:
         self._root, self._process, self._count, self._kept_max = root, process, count, kept_max
         self._parts: dict[str, dict[int, Any]] = {}
         self._kept: list[int] = sorted(root.steps)
-        self.shared_bytes = 0
+        self.shared: dict[str, int] = {}
         self.pace = SimpleNamespace(taken_bytes=0, begin_urgent=lambda save_id: None, end_urgent=lambda save_id: None)
 
     def save(
