@@ -12,7 +12,6 @@ from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.save.flusher import array_items
-from ckptkit.save.records import with_shardings
 from ckptkit.snapshot.copying import copy_shards
 from ckptkit.snapshot.describe import describe_items, with_digests
 from ckptkit.snapshot.items import save_items
@@ -32,7 +31,7 @@ def staged(args: Any, item: str, kept: StagingMemory) -> HostTreeSave | None:
     captured = save_items({item: args}, default_item=True)
     if isinstance(captured, str):
         return None
-    description = with_shardings(describe_items(captured.trees, chunk_bytes=captured.chunk_bytes))
+    description = describe_items(captured.trees, chunk_bytes=captured.chunk_bytes)
     records = [source.record for source in description.items[item]]
     if any(record.kind == "jax" and 0 in record.shape for record in records):
         return None  # Orbax refuses it, and names the leaf

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
@@ -25,7 +26,7 @@ from ckptkit.save.ledger import StepRecord
 from ckptkit.save.records import Admission, Ticket
 from ckptkit.snapshot.copying import transfer_bytes
 from ckptkit.snapshot.describe import Description
-from ckptkit.snapshot.items import SaveItems, abstract_trees, as_it_is, save_items
+from ckptkit.snapshot.items import SaveItems, abstract_items, as_it_is, save_items
 from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
 from ckptkit.util import unproven
 from ckptkit.util.clock import Deadline
@@ -119,11 +120,11 @@ class Saver:
         """Makes the slots that saves of `args` need. See `CheckpointManager.prepare`."""
         default_item = not isinstance(args, ocp.args.Composite)
         by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
-        trees = abstract_trees(by_name)
-        if trees is not None:
-            self._pipeline.slots.prepare(*abstract_slot_bytes(trees))
+        abstract = abstract_items(by_name, default_item=default_item)
+        if abstract is not None and not _all_placed(abstract.trees):
+            self._pipeline.slots.prepare(*abstract_slot_bytes(abstract.trees))
             return
-        captured = save_items(by_name, default_item=default_item)
+        captured = abstract or save_items(by_name, default_item=default_item)
         if not isinstance(captured, str):
             description = self._pipeline.describe(captured.trees, chunk_bytes=captured.chunk_bytes)
             self._pipeline.slots.prepare(description.slot_bytes, description.share_bytes, transfer_bytes(description))
@@ -283,6 +284,12 @@ class Saver:
             self._ledger.fail(save_id)
             self._decider.forget(save_id.step)
             raise
+
+
+def _all_placed(trees: Mapping[str, Any]) -> bool:
+    """Whether a save of arrays like these leaves is described by them: an abstract leaf may have no sharding."""
+    leaves = jax.tree.leaves(dict(trees))
+    return all(leaf.sharding is not None for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
 
 
 def _refuse_unordered(options: Any, metrics: Any) -> None:

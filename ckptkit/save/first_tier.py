@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from ckptkit.errors import CheckpointError
-from ckptkit.model.manifest import ManifestText, SaveId, Writer, custom_digest
+from ckptkit.model.manifest import SaveId, Writer, custom_digest
 from ckptkit.save.fence import EpochFence
 from ckptkit.save.flusher import Flusher
 from ckptkit.save.ledger import Branch
@@ -17,7 +17,7 @@ from ckptkit.save.records import Refusal, Save, SaveTargets, SealedSave
 from ckptkit.save.replica_check import ReplicaComparison
 from ckptkit.save.voting import TierWork, Verdict, joined
 from ckptkit.slots.arena import Slot
-from ckptkit.snapshot.describe import Description, Digests
+from ckptkit.snapshot.describe import Digests
 
 
 @final
@@ -27,7 +27,6 @@ class Sealer:
     def __init__(self, tiers: SaveTargets, claim: EpochFence, writer: Writer, outcomes: Outcomes):
         self.tiers, self.outcomes = tiers, outcomes
         self.claim, self._writer = claim, writer
-        self._text: tuple[Description, ManifestText] | None = None
 
     def commit(self, save: Save, slot: Slot, digests: Mapping[int, Digests]) -> SealedSave:
         """Writes the manifest of `slot`; without a directory, only makes what slower tiers will write."""
@@ -38,18 +37,10 @@ class Sealer:
             digests=digests,
             inline=save.items.inline,
             custom=custom_digest(save.items.custom_metadata),
-            text=self._text_of(save.description),
         )
         if self.tiers.staging.directory is not None:
             self.tiers.staging.commit(slot, save.save_id, sealed.text_for(slot))
         return sealed
-
-    def _text_of(self, description: Description) -> ManifestText:
-        """The common part of a description's manifests; a loop saves the same description again and again."""
-        if self._text is None or self._text[0] is not description:
-            records = {item: tuple(s.record for s in sources) for item, sources in description.items.items()}
-            self._text = (description, ManifestText(records))
-        return self._text[1]
 
 
 @final

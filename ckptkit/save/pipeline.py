@@ -34,7 +34,7 @@ from ckptkit.save.flusher import Flusher
 from ckptkit.save.ledger import Branch
 from ckptkit.save.outcomes import Outcomes, describe
 from ckptkit.save.protocol import Ask, Do, Idle, Machinery, SaveProtocol, Veto, Wait, drive
-from ckptkit.save.records import Admission, Refusal, Save, SaveTargets, Snapshot, Ticket, with_shardings
+from ckptkit.save.records import Admission, Refusal, Save, SaveTargets, Snapshot, Ticket
 from ckptkit.save.replica_check import ReplicaComparison
 from ckptkit.save.retention import Retention
 from ckptkit.save.slot_maker import SlotMaker
@@ -81,7 +81,7 @@ class SavePipeline:
         self._in_flight = 0  # snapshots that are taken and not yet committed, or dropped, by all
         self._closed = False
         self._machinery = machinery
-        self.describe = Describer(with_shardings)
+        self.describe = Describer()
         self.under_way = SavesUnderWay(lambda: tiers.durable.pace.taken_bytes)
         self.outcomes = Outcomes(tiers, job, branch.ledger, retention, options.on_failure, self.under_way)
         log = CommitLog(branch.ledger, self.outcomes.booked)

@@ -7,12 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import jax
-
 from ckptkit.durable.lifecycle.epochs import EpochRecords
-from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.model.manifest import DIGEST_BYTES, Manifest, ManifestText, SaveId, Writer, refuse_unreadable
+from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.receiver import CopyReceiver
 from ckptkit.save.disk_copy import DiskCopy
@@ -107,8 +104,7 @@ class DiskFlush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedSave:
-    """The common content of one process's manifests of a staged save, for any slot. `text` is that of the
-    description."""
+    """The common content of one process's manifests of a staged save, for any slot."""
 
     save_id: SaveId
     writer: Writer
@@ -116,7 +112,6 @@ class SealedSave:
     digests: Mapping[int, describe.Digests]
     inline: Mapping[str, Mapping[str, Any]]
     custom: str | None
-    text: ManifestText
 
     def text_for(self, slot: Slot) -> bytes:
         """The manifest that makes `slot` a committed one."""
@@ -125,7 +120,7 @@ class SealedSave:
     def text_for_name(self, slot: str) -> bytes:
         """The same for a slot of that name, on whatever host."""
         digests = (self.digests[number] for number in range(len(self.description.extents)))
-        return self.text.to_bytes(self.save_id, self.writer, slot, digests, self.inline, custom=self.custom)
+        return self.description.text.to_bytes(self.save_id, self.writer, slot, digests, self.inline, custom=self.custom)
 
     def manifest(self, slot: Slot) -> Manifest:
         """The same as records, for a tier that has another layout."""
@@ -162,27 +157,3 @@ class SaveTargets:
     durable: DurableSteps
     epochs: EpochRecords
     peer_copies: PeerCopies | None = None
-
-
-def with_shardings(description: describe.Description) -> describe.Description:
-    """Adds the words for each leaf's sharding to its record; the same sharding is put into words once.
-
-    Raises ValueError for a manifest that would be larger than what a restore reads.
-    """
-    words: dict[jax.sharding.Sharding, str | None] = {}
-
-    def added(source: describe.LeafSource) -> describe.LeafSource:
-        if source.sharding is None:
-            return source
-        if source.sharding not in words:
-            words[source.sharding] = sharding_text(source.sharding)
-        text = words[source.sharding]
-        if text is None:
-            return source
-        return replace(source, record=replace(source.record, extra={**source.record.extra, "sharding": text}))
-
-    described = {item: tuple(map(added, sources)) for item, sources in description.items.items()}
-    leaves = {item: tuple(source.record for source in sources) for item, sources in described.items()}
-    cells = sum(len(extent.cells) for extent in description.extents)
-    refuse_unreadable(ManifestText(leaves).size_bytes + cells * DIGEST_BYTES)
-    return replace(description, items=described)

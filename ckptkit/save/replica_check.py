@@ -18,6 +18,7 @@ from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.replicas import (
     BoxHolders,
     LocalReplica,
+    LocalReplicasOf,
     Rotation,
     SharedBox,
     differing_local_replicas,
@@ -26,7 +27,6 @@ from ckptkit.snapshot.replicas import (
     minority,
     shared_boxes,
     twin_shards,
-    twins_of,
 )
 from ckptkit.snapshot.shards import Held
 
@@ -42,7 +42,7 @@ class _Shared:
     """The replicas in a description; cached, as descriptions are."""
 
     description: Description
-    local_replicas: tuple[LocalReplica, ...]
+    local_replicas: LocalReplicasOf
     boxes: Mapping[str, list[SharedBox]]  # by the name of the set of processes that hold them
     holders: Mapping[str, BoxHolders]  # the same
     compared: bool
@@ -151,7 +151,7 @@ class ReplicaComparison:
             names = {holders: _name_of(holders) for holders in boxes}
             self._metadata_index = _Shared(
                 description=description,
-                local_replicas=twins_of(description),
+                local_replicas=LocalReplicasOf(description),
                 boxes={names[holders]: found for holders, found in boxes.items()},
                 holders={name: holders for holders, name in names.items()},
                 compared=has_replicas(description),

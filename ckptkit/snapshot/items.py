@@ -117,20 +117,29 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-def abstract_trees(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The trees of `args` with the dtypes that they would be stored in; None where no leaf is a ShapeDtypeStruct."""
+def abstract_items(args: Mapping[str, Any], *, default_item: bool) -> SaveItems | None:
+    """The trees of `args` as they would be stored; None where no leaf is a ShapeDtypeStruct."""
     trees = {name: arg for name, arg in args.items() if isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave)}
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for arg in trees.values() for leaf in jax.tree.leaves(arg.item)):
         return None
 
-    def stored(leaf: Any, wish: Any) -> Any:
-        dtype = getattr(wish, "dtype", None)
-        return leaf if dtype is None or not hasattr(leaf, "update") else leaf.update(dtype=dtype)
+    def stored(arg: Any) -> Any:
+        def of(leaf: Any, wish: Any = None) -> Any:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                dtype = getattr(wish, "dtype", None)
+                return leaf if dtype is None else leaf.update(dtype=dtype)
+            found = _stored(leaf, wish, isinstance(arg, ocp.args.StandardSave))
+            return leaf if found is None else found
 
-    return {
-        name: arg.item if arg.save_args is None else jax.tree.map(stored, arg.item, arg.save_args)
-        for name, arg in trees.items()
-    }
+        return jax.tree.map(of, arg.item, *([] if arg.save_args is None else [arg.save_args]))
+
+    return SaveItems(
+        trees={name: stored(arg) for name, arg in trees.items()},
+        inline={},
+        durable={},
+        default_item=default_item,
+        chunk_bytes={name: wished for name, arg in trees.items() if any(wished := _chunk_bytes(arg))},
+    )
 
 
 def _held_tree(arg: Any) -> Any:

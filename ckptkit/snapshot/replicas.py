@@ -7,17 +7,17 @@ with a model that is several models.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import jax
 
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, digest_of
 from ckptkit.model.policies import ReplicaPolicy
-from ckptkit.snapshot.describe import Description, Digests, SlotExtent
+from ckptkit.snapshot.describe import Description, Digests, LeafSource, SlotExtent
 from ckptkit.snapshot.shards import Held, by_device
 
 COPIES_MAX = 512  # of a save: each costs the step loop some 50 microseconds, however small it is
@@ -47,26 +47,51 @@ class SharedBox:
     number: int | None
 
 
-def twins_of(description: Description) -> tuple[LocalReplica, ...]:
-    """Every local copy of every box except the stored one, in the order of the boxes."""
-    local_replicas, number = [], 0
-    for item, sources in description.items.items():
-        for leaf, source in enumerate(sources):
-            for at, held in enumerate(source.record.boxes):
-                local_replicas += [
-                    LocalReplica(
-                        number=number,
-                        item=item,
-                        leaf=leaf,
-                        record=source.record,
-                        box=held.box,
-                        device=device,
-                        nbytes=held.box.size * source.record.itemsize,
-                    )
-                    for device in (source.local_replicas[at] if source.local_replicas else ())
-                ]
-                number += 1
-    return tuple(local_replicas)
+class LocalReplicas(Protocol):
+    """Local copies of boxes, in a fixed order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> LocalReplica: ...
+
+
+@final
+class LocalReplicasOf:
+    """Every local copy of every box except the stored one, in the order of the boxes.
+
+    Each record is made when it is asked for: eight devices hold seven copies of every replicated leaf, and a save
+    compares `COPIES_MAX` of them at most.
+    """
+
+    def __init__(self, description: Description):
+        self._boxes: list[tuple[int, str, int, LeafSource, int]] = []
+        self._before: list[int] = []  # copies of the boxes before each of `_boxes`
+        self._count = number = 0
+        for item, sources in description.items.items():
+            for leaf, source in enumerate(sources):
+                for at, others in enumerate(source.local_replicas):
+                    if others:
+                        self._boxes.append((number + at, item, leaf, source, at))
+                        self._before.append(self._count)
+                        self._count += len(others)
+                number += len(source.record.boxes)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int, /) -> LocalReplica:
+        place = bisect_right(self._before, index) - 1
+        number, item, leaf, source, at = self._boxes[place]
+        held = source.record.boxes[at]
+        return LocalReplica(
+            number=number,
+            item=item,
+            leaf=leaf,
+            record=source.record,
+            box=held.box,
+            device=source.local_replicas[at][index - self._before[place]],
+            nbytes=held.box.size * source.record.itemsize,
+        )
 
 
 def shared_boxes(description: Description, process: int) -> dict[BoxHolders, list[SharedBox]]:
@@ -110,21 +135,19 @@ class Rotation:
         self._bytes_max = policy.local_bytes_max
         self._next = 0
 
-    def choose(self, local_replicas: Sequence[LocalReplica]) -> tuple[LocalReplica, ...]:
+    def choose(self, local_replicas: LocalReplicas) -> tuple[LocalReplica, ...]:
         """The copies of the next save."""
-        if not local_replicas or self._bytes_max == 0:
-            return ()
-        self._next %= len(local_replicas)
-        turned = (*local_replicas[self._next :], *local_replicas[: self._next])
-        chosen, left = 0, self._bytes_max
-        for local_replica in turned:
+        count, left = len(local_replicas), self._bytes_max
+        chosen: list[LocalReplica] = []
+        for at in range(count if left != 0 else 0):
+            each = local_replicas[(self._next + at) % count]
             if left is not None:
-                if chosen and (local_replica.nbytes > left or chosen == COPIES_MAX):
+                if chosen and (each.nbytes > left or len(chosen) == COPIES_MAX):
                     break
-                left = max(0, left - local_replica.nbytes)
-            chosen += 1
-        self._next += chosen
-        return tuple(islice(turned, chosen))
+                left = max(0, left - each.nbytes)
+            chosen.append(each)
+        self._next = (self._next + len(chosen)) % max(1, count)
+        return tuple(chosen)
 
 
 def twin_shards(

@@ -13,7 +13,7 @@ from ckptkit.errors import CoordinationError
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.job.coordination import Decide, Job
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import BoxRecord, LeafRecord, SaveId
+from ckptkit.model.manifest import BoxRecord, LeafRecord, ManifestText, SaveId
 from ckptkit.model.policies import ReplicaPolicy
 from ckptkit.save.protocol import drive
 from ckptkit.save.replica_check import ReplicaComparison
@@ -89,7 +89,12 @@ def compared(coordinator: Alike) -> list[Event]:
     source = LeafSource(sharding=sharding, record=record, holders={scalar: tuple(range(COUNT))}, devices=(None,))
     extents = (SlotExtent(0, 0, 4, ((0, 4),), False),)
     description = Description(
-        items={"state": (source,)}, treedefs={}, extents=extents, slot_bytes=4096, share_bytes=4096
+        items={"state": (source,)},
+        treedefs={},
+        extents=extents,
+        slot_bytes=4096,
+        share_bytes=4096,
+        text=ManifestText({}),
     )
     events, found = EventLog(), list[Event]()
     events.observe(found.append)

@@ -12,7 +12,7 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreacha
 from ckptkit.events import EventLog, Kind
 from ckptkit.job.coordination import Job
 from ckptkit.job.meeting import Meetings
-from ckptkit.model.manifest import SaveId, Writer
+from ckptkit.model.manifest import ManifestText, SaveId, Writer
 from ckptkit.model.policies import FailurePolicy, SaveOptions
 from ckptkit.model.tiers import DURABLE, RAM, SSD, Tier, kept_beside
 from ckptkit.restore.inventory import Held, is_whole
@@ -30,7 +30,9 @@ from ckptkit.util import clock
 
 Content = tuple[str, int]  # which call of the job staged it, and on which process
 
-_NOTHING = Description(items={}, treedefs={}, extents=(), slot_bytes=PART_BYTES, share_bytes=PART_BYTES)
+_NOTHING = Description(
+    items={}, treedefs={}, extents=(), slot_bytes=PART_BYTES, share_bytes=PART_BYTES, text=ManifestText({})
+)
 
 
 class Until:
