@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, final
 
+from ckptkit.testing.mount import MountedBucket
 from ckptkit.testing.roots.commands import ACTIONS
 from ckptkit.testing.roots.media import Disk, Medium, bucket
 from ckptkit.testing.roots.oracle import Failure
 from ckptkit.testing.roots.running import Cell, Main, Zoo
 from ckptkit.testing.roots.tree import StrangeRoot
 
-MEDIA: Final = ("disk", "bucket")
+MEDIA: Final = ("disk", "bucket", "mount")  # the last: a bucket that a FUSE program mounts, where that is possible
 
 
 def all_cells(
@@ -73,6 +74,9 @@ class Campaign:
             medium: Medium = Disk(home / "places")
             if cell.medium == "bucket":
                 medium = self._open.enter_context(bucket(home / "bucket"))
+            elif cell.medium == "mount":
+                mounted = self._open.enter_context(MountedBucket(home / "mounted"))
+                medium = Disk(mounted.path, "mount")
             self._zoos[cell.medium] = Zoo(home, medium, self._main, self._roots)
         return self._zoos[cell.medium].run(cell.root, cell.action)
 

@@ -12,6 +12,7 @@ from ckptkit.testing.roots.tree import ROOT, StepState, StrangeRoot, Tree, regis
 
 DAMAGED: Final[dict[str, StrangeRoot]] = {}
 OURS, STOCK = "ckptkit composite", "orbax composite"
+SHARING = "ckptkit unchanged leaf"  # its steps 2 and 3 have a data file in common: on a disk, a hard link
 NEWEST, MIDDLE = f"{ROOT}/3", f"{ROOT}/2"
 
 
@@ -70,6 +71,8 @@ _FILES: Final[list[tuple[str, str, DamageKind, StepState, str]]] = [
     ("ckptkit custom handler", "state/d/*", "bit flip", "damaged", NEWEST),
     ("ckptkit bare array", "default/d/*", "bit flip", "damaged", NEWEST),
     ("ckptkit random keys", "state/d/*", "bit flip", "damaged", NEWEST),
+    *((SHARING, "default/d/unchanged.*", how, "damaged", NEWEST) for how in ("bit flip", "truncation", "missing file")),
+    (SHARING, "default/d/unchanged.*", "bit flip", "damaged", MIDDLE),
 ]
 for _each in _FILES:
     _made = _inflicted(*_each)
@@ -149,6 +152,21 @@ def leased_and_damaged(tree: Tree) -> None:
     tree.run(OURS)
     tree.damage(NEWEST, "state/d/*", "bit flip")
     tree.lease(3, NEWEST)
+
+
+@registered(DAMAGED)
+def shared_file_damaged_and_pinned(tree: Tree) -> None:
+    """Two steps have a damaged file in common, and the older one is pinned."""
+    tree.run(SHARING)
+    tree.damage(NEWEST, "default/d/unchanged.*", "bit flip")
+    tree.pin(2, MIDDLE)
+
+
+@registered(DAMAGED)
+def damaged_beside_a_shared_file(tree: Tree) -> None:
+    """Two steps have a data file in common, and the newest is damaged in a file of its own."""
+    tree.run(SHARING)
+    tree.damage(NEWEST, "default/manifest.ocdbt", "truncation")
 
 
 @registered(DAMAGED)

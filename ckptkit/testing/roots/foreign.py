@@ -28,6 +28,21 @@ def other_prefixes_beside_stock(tree: Tree) -> None:
     tree.step(STOCK, 2, f"{ROOT}/best_250")
 
 
+@registered(FOREIGN, **_DISK)
+def backup_by_hard_links(tree: Tree) -> None:
+    """A user has a copy of each step by hard links next to the root: every file of the run is also the user's."""
+    tree.run("ckptkit unchanged leaf")
+    for step in (1, 2, 3):
+        tree.backup(f"{ROOT}/{step}", f"backup/{step}")
+
+
+@registered(FOREIGN, **_DISK)
+def backup_of_a_damaged_step_by_hard_links(tree: Tree) -> None:
+    """The same, and a bit is changed in a file that two steps and their copies have in common."""
+    backup_by_hard_links(tree)
+    tree.damage(f"{ROOT}/3", "default/d/unchanged.*", "bit flip")
+
+
 @registered(FOREIGN)
 def two_runs_by_prefix(tree: Tree) -> None:
     """Two runs of stock Orbax in one directory: one with plain numbers, one with the prefix `step_`."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Final, Protocol, final
@@ -38,12 +38,32 @@ class Medium(Protocol):
 
 
 @final
+class LinkedCopies:
+    """Copies of trees in which files with several names stay so, also across trees that are copied one by one."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, int], str] = {}
+
+    def tree(self, source: Path, target: Path) -> None:
+        """Copies a tree with its links into a directory, which may exist."""
+        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, copy_function=self._copy)
+
+    def _copy(self, source: str, target: str) -> None:
+        at = os.lstat(source)
+        known = self._copies.setdefault((at.st_dev, at.st_ino), target) if at.st_nlink > 1 else target
+        if known != target:
+            with suppress(OSError):  # a mounted bucket has no hard links
+                os.link(known, target)
+                return
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+@final
 class Disk:
-    """Trees as directories below `home`."""
+    """Trees as directories below `home`, on a disk or on a mounted bucket."""
 
-    name = "disk"
-
-    def __init__(self, home: Path):
+    def __init__(self, home: Path, name: str = "disk"):
+        self.name = name
         self._home = home
         self._count = 0
 
@@ -51,7 +71,7 @@ class Disk:
         """Copies a tree with its links and returns the path of the copy."""
         self._count += 1
         target = self._home / f"place-{self._count}"
-        shutil.copytree(source, target, symlinks=True)
+        LinkedCopies().tree(source, target)
         return str(target)
 
     def listing(self, place: str) -> Listing:

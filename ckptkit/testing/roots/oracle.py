@@ -46,7 +46,7 @@ class Answer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """An action's answer, and listings: of the tree, which is at `place`, before and after, and of what was written to
-    `out`."""
+    `out`. `in_place`: on this medium a target is written in place, and its mark last."""
 
     answer: Answer
     before: Listing
@@ -54,6 +54,7 @@ class Outcome:
     written: Listing
     place: str
     out: str = ""
+    in_place: bool = False
 
 
 def judge(tree: Tree, action: Action, outcome: Outcome) -> list[Failure]:
@@ -220,8 +221,8 @@ def _false_good(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failur
         paths = ", ".join(f"{fact.path} ({fact.state})" for fact in bad)
         yield Failure(kind="false good", text=f"exit code 0, and damaged: {paths}")
     made = {path for path in outcome.written if path.split("/")[0] == "dst"}
-    in_bucket = outcome.place.startswith("gs://")  # where Orbax's items are written in place, and marked at the end
-    if action.fills and outcome.answer.code and (made & {"dst", "dst/commit_success.txt"} if in_bucket else made):
+    finished = made & {"dst", "dst/commit_success.txt"} if outcome.in_place else made
+    if action.fills and outcome.answer.code and finished:
         text = f"exit code {outcome.answer.code}, and there is a target: {_end_of(outcome.answer.err)}"
         yield Failure(kind="false good", text=text)
 

@@ -70,7 +70,10 @@ class Zoo:
         places = _places(tree, place, out, self._other)
         answer = _performed(made, places, self._main)
         after, written = self._medium.listing(place), self._medium.listing(out)
-        outcome = Outcome(answer=answer, before=before, after=after, written=written, place=place, out=out)
+        in_place = self._medium.name != "disk"
+        outcome = Outcome(
+            answer=answer, before=before, after=after, written=written, place=place, out=out, in_place=in_place
+        )
         failures = judge(tree, made, outcome)
         if self._medium.listing(self._other) != other:
             failures.append(Failure(kind="bytes lost", text="the root that was only read was changed"))

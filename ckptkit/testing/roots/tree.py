@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 import uuid
@@ -13,6 +14,7 @@ from typing import Any, Final, Literal, final
 
 from ckptkit.testing.damage import DamageKind, inflict
 from ckptkit.testing.roots.catalog import KINDS, STEPS, SavedRuns
+from ckptkit.testing.roots.media import LinkedCopies
 
 StepState = Literal["good", "blemished", "unproven", "damaged", "undetectable", "unfinished"]
 ROOT: Final = "run"  # the root's name in the home directory
@@ -69,6 +71,7 @@ class Tree:
         self.subject = ROOT  # what the commands that take one checkpoint are given
         self.records_damaged = False  # those of the root: epochs, leases
         self._saved = saved
+        self._copies = LinkedCopies()
         self.root.mkdir(parents=True)
 
     def run(self, kind: str, steps: Sequence[int] = STEPS, at: str = ROOT, *, of_run: bool = True) -> None:
@@ -77,27 +80,27 @@ class Tree:
         (self.home / at).mkdir(parents=True, exist_ok=True)
         for path in source.iterdir():
             if path.name == "_ckptkit":
-                shutil.copytree(path, self.home / at / path.name, dirs_exist_ok=True)
+                self._copies.tree(path, self.home / at / path.name)
         for step in steps:
             self.step(kind, step, f"{at}/{self._saved.step(kind, step).name}", of_run=of_run)
 
     def history(self, name: str) -> None:
         """A run with a history; its steps are facts of ckptkit's composite kind."""
-        shutil.copytree(self._saved.root(name), self.root, dirs_exist_ok=True)
+        self._copies.tree(self._saved.root(name), self.root)
         steps = sorted(int(path.name) for path in self.root.iterdir() if path.name.isdecimal())
         self.facts += [StepFact(path=f"{ROOT}/{step}", kind="ckptkit composite", step=step) for step in steps]
         self.subject = self.facts[-1].path
 
     def step(self, kind: str, step: int, path: str, *, of_run: bool = False) -> None:
         """One step directory under a name of its own."""
-        shutil.copytree(self._saved.step(kind, step), self.home / path)
+        self._copies.tree(self._saved.step(kind, step), self.home / path)
         self.facts.append(StepFact(path=path, kind=kind, step=step, of_run=of_run))
         if of_run or self.subject == ROOT:
             self.subject = path
 
     def copied_step(self, history: str, step: int, path: str) -> None:
         """A step of a run with a history under a name of this root's run."""
-        shutil.copytree(self._saved.root(history) / str(step), self.home / path)
+        self._copies.tree(self._saved.root(history) / str(step), self.home / path)
         self.facts.append(StepFact(path=path, kind="ckptkit composite", step=step))
 
     def put(self, path: str, text: str = "words of a user\n") -> None:
@@ -105,6 +108,12 @@ class Tree:
         file = self.home / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
+
+    def backup(self, path: str, to: str) -> None:
+        """A step's copy by hard links outside of the run, as `cp -al` makes it."""
+        shutil.copytree(self.home / path, self.home / to, copy_function=os.link)
+        (fact,) = (each for each in self.facts if each.path == path)
+        self.facts.append(replace(fact, path=to, of_run=False, held=False))
 
     def link(self, path: str, to: str) -> None:
         """A symbolic link with this text."""
@@ -142,9 +151,14 @@ class Tree:
         self.facts = [replace(each, **changes) if each.path == path else each for each in self.facts]
 
     def damage(self, path: str, pattern: str, how: DamageKind, state: StepState = "damaged", seed: int = 1) -> None:
-        """Damages one file below a step that matches `pattern`, a glob relative to the step."""
+        """Damages one file below a step that matches `pattern`, a glob relative to the step. Of a file with several
+        names it is damage of every step that has one, unless the file is removed."""
         files = [file for file in sorted((self.home / path).glob(pattern)) if file.is_file()]
+        sharing = [] if how == "missing file" else [fact.path for fact in self.facts if self._has_one(fact, files)]
+        assert not sharing or len(files) == 1, (path, pattern, "which of the files is damaged is not known")
         inflict(how, files, [], seed)
+        for each in sharing:
+            self.fact(each, state=state)
         self._damaged(path, state)
 
     def remove(self, path: str, *patterns: str, state: StepState = "damaged") -> None:
@@ -175,6 +189,11 @@ class Tree:
         record = {"step": step, "beat": int(time.time()), "lease_s": lease_s, "holder": "host:1"}
         self.put(f"{ROOT}/_ckptkit/leases/{uuid.uuid4().hex}.json", json.dumps(record))
         self.fact(path, held=True)
+
+    def _has_one(self, fact: StepFact, files: Sequence[Path]) -> bool:
+        linked = {file.stat().st_ino for file in files if file.stat().st_nlink > 1}
+        below = (self.home / fact.path).rglob("*") if linked else ()
+        return any(file.is_file() and file.stat().st_ino in linked for file in below)
 
     def _damaged(self, path: str, state: StepState) -> None:
         self.fact(path, state=state)

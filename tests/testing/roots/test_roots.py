@@ -11,6 +11,7 @@ import pytest
 
 from bench.zoo import repeat
 from ckptkit.cli import main
+from ckptkit.testing.mount import why_not
 from ckptkit.testing.roots import ACTIONS, ROOTS, Campaign, StepFact, Tally, Tree, chosen_cells
 from ckptkit.testing.roots.campaign import failure_lines
 from ckptkit.testing.roots.catalog import SavedRuns
@@ -20,10 +21,15 @@ from ckptkit.testing.roots.oracle import Answer, Outcome, judge, restores
 SEED = int(os.environ.get("CKPTKIT_ZOO_SEED", "21"))
 PARTS = 6
 BUCKET_ROOTS = 12
+MOUNT_ROOTS = 6
 ENDS_THE_PROCESS = ("shape-grown",)  # stock Orbax takes all memory there: ours alone is asked
 # Stock Orbax leaves coroutines of a failed restore behind, which raise when their event loop is closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-CELLS = [*chosen_cells(ROOTS, "disk", SEED), *chosen_cells(ROOTS, "bucket", SEED, BUCKET_ROOTS)]
+CELLS = [
+    *chosen_cells(ROOTS, "disk", SEED),
+    *chosen_cells(ROOTS, "bucket", SEED, BUCKET_ROOTS),
+    *(chosen_cells(ROOTS, "mount", SEED, MOUNT_ROOTS) if why_not() is None else ()),
+]
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +140,17 @@ def test_wrong_judgements_and_internal_errors_are_found(tree: Tree, disk: Disk) 
     tree.damage("run/3", "state/manifest.ocdbt", "truncation")
     assert kinds(tree, VERIFY, whole) == ["false good"]
     assert kinds(tree, VERIFY, replace(whole, answer=Answer(code=11, err="damaged"))) == []
+
+
+def test_damage_of_a_shared_file_is_a_fact_of_each_step_that_has_it(tmp_path: Path, saved: SavedRuns) -> None:
+    """Copies would have bytes of their own: what a command does to a shared file would be tested on none."""
+    tree = Tree(tmp_path / "tree", saved)
+    tree.run("ckptkit unchanged leaf")
+    tree.damage("run/3", "default/d/unchanged.*", "bit flip")
+    assert {fact.path: fact.state for fact in tree.facts} == {"run/1": "good", "run/2": "damaged", "run/3": "damaged"}
+    place = Path(Disk(tmp_path / "places").place(tree.home))
+    one, other = (next((place / step).glob("default/d/unchanged.*")) for step in ("run/2", "run/3"))
+    assert os.path.samefile(one, other)
 
 
 def test_facts_say_who_wrote_a_step() -> None:
