@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.victims import durable_files
+from ckptkit.launch.faults import Fault
+from ckptkit.launch.harm import flip_bit
 from ckptkit.slots.reader import read_manifests
 
 CONTENDERS: Mapping[str, str] = {
@@ -61,33 +62,35 @@ class Places:
         """The trainer's flags that make it this contender."""
         words = ["--checkpoint", str(self.durable), "--save-every", str(every.durable)]
         if contender == OURS:
-            words += ["--ram", str(self.ram), "--ram-every", str(every.ram)]
+            words += ["--ram", str(self.ramdisk("{process}")), "--ram-every", str(every.ram)]
             words += ["--ssd", str(self.disk / "ssd"), "--ssd-every", str(every.ssd)]
         if contender in ("orbax", "orbax-sync"):
             return [*words, "--manager", contender]
         return [*words, "--host-id", host_id("{process}")]
 
-    def wipe(self, victim: int) -> None:
-        """A host loses what is in its memory."""
-        for directory in list(self.ram.rglob(host_id(victim))):
-            shutil.rmtree(directory)
+    def ramdisk(self, process: object) -> Path:
+        """The memory of the host that a process plays."""
+        return self.ram / host_id(process)
 
-    def flip(self, seed: int) -> str | None:
+    def at(self, fault: Fault) -> Fault:
+        """A fault of a schedule, with the directories of this run."""
+        wipes = [str(self.ramdisk(victim)) for victim in fault.victims] if fault.wipes else []
+        return replace(fault, wipes=tuple(wipes), flips=(str(self.disk),) if fault.flips else ())
+
+    def flip(self, chance: random.Random) -> str | None:
         """Flips a bit of array data in the newest committed step of the fastest tier that has it; returns the place.
 
-        None where there is not another copy of some step besides: nobody could go on from there.
+        None where there is not another copy of some step besides: nobody could go on from there. The flips of
+        `ckptkit chaos` know no tiers: they hit the only copy too, or bytes that no restore reads.
         """
-        slots = [*_slots(self.ram, 2), *_slots(self.disk / "ssd", 1)]
+        slots = [*(found for root in self.ram.glob("*") for found in _slots(root, 2)), *_slots(self.disk / "ssd", 1)]
         steps = _durable_steps(self.durable)
         if len(slots) + len(steps) < 2:
             return None
         found = [*slots, *_durable(self.durable, steps)]
         step, _, path, first, last = max(found)
-        chance = random.Random(f"flip {seed}")
         at, bit = chance.randrange(first, last), chance.randrange(8)
-        with path.open("r+b") as file:  # in place: a slot stays the file that it is
-            was = os.pread(file.fileno(), 1, at)[0]
-            os.pwrite(file.fileno(), bytes([was ^ 1 << bit]), at)
+        flip_bit(path, at, bit)
         return f"step {step}: {path.name}, bit {bit} of byte {at}"
 
     def remove(self) -> None:

@@ -6,24 +6,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from ckptkit.launch.faults import Fault
 from ckptkit.schedule.simulation import Failure, draw, read_trace, replay
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """A process is killed. `flips`: before the restart, a bit turns in the newest checkpoint that is left."""
-
-    at_s: float  # since the launch
-    victim: int
-    wipes: bool  # the ramdisk of its host
-    flips: bool
-
-    def __str__(self) -> str:
-        also = (", ramdisk wiped" if self.wipes else "") + (", a bit flipped" if self.flips else "")
-        return f"{self.at_s:.1f} s: process {self.victim}{also}"
+RAMDISK, NEWEST = "ramdisk", "newest step"  # in a schedule, for the directories of a run
 
 
 def plan_faults(
@@ -44,14 +32,23 @@ def plan_faults(
     first_wipe, first_flip = chance.randrange(2), chance.randrange(3)
     return tuple(
         Fault(
-            at_s=float(at_s),
-            victim=chance.randrange(processes),
-            wipes=number % 2 == first_wipe,
-            flips=number % 3 == first_flip,
+            number=number,
+            after_s=float(at_s),
+            since="launch",
+            kind="kill",
+            victims=(chance.randrange(processes),),
+            wipes=(RAMDISK,) if number % 2 == first_wipe else (),
+            flips=(NEWEST,) if number % 3 == first_flip else (),
         )
         for number, at_s in enumerate(moments.at_s[0])
         if math.isfinite(at_s)
     )
+
+
+def text_of(fault: Fault) -> str:
+    """In words: `8.5 s: process 0, ramdisk wiped`. A flip: of a bit in the newest checkpoint that is left."""
+    also = (", ramdisk wiped" if fault.wipes else "") + (", a bit flipped" if fault.flips else "")
+    return f"{fault.after_s:.1f} s: process {fault.victims[0]}{also}"
 
 
 def ceiling_s(faults: Sequence[Fault], *, steps: int, start_s: float, step_s: float) -> float:
@@ -60,11 +57,11 @@ def ceiling_s(faults: Sequence[Fault], *, steps: int, start_s: float, step_s: fl
     """
     now_s, done = start_s, 0
     for fault in faults:
-        whole = max(0, math.floor((fault.at_s - now_s) / step_s))
+        whole = max(0, math.floor((fault.after_s - now_s) / step_s))
         if done + whole >= steps:
             break
         done += whole
-        now_s = fault.at_s + start_s
+        now_s = fault.after_s + start_s
     return now_s + (steps - done) * step_s
 
 

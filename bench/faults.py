@@ -24,10 +24,11 @@ from bench.environment import environment
 from bench.fault_places import CONTENDERS, DEFAULT, Every, Places
 from bench.fault_report import Reference, judge, show, summary
 from bench.fault_run import Job, Outcome, run
-from bench.fault_schedule import Fault, ceiling_s, plan_faults
+from bench.fault_schedule import ceiling_s, plan_faults, text_of
 from bench.fault_tuning import first_guess, learned, sweep
 from ckptkit.goodput import load_run
 from ckptkit.launch import ExitCode
+from ckptkit.launch.faults import Fault
 from tools.corpus import build_corpus
 from trainer.config import PRESETS
 
@@ -91,7 +92,7 @@ class Campaign:
                 "every": {name: str(each) for name, each in every.items()},
             },
             "sweeps": self.sweeps,
-            "schedules": [[str(fault) for fault in faults] for faults in schedules],
+            "schedules": [[text_of(fault) for fault in faults] for faults in schedules],
             "ceilings": ceilings,
             "runs": runs,
             "summary": summary(runs, ceilings, reference.step_s),

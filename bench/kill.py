@@ -21,11 +21,14 @@ from typing import Any, Literal
 import click
 from rich.console import Console
 
+from bench.environment import WORKER_ENV
 from bench.kill_hosts import Hosts, running_hosts
 from bench.kill_oracle import Save, newest_covered
 from bench.kill_report import judge, show
 from ckptkit.events import EventLog
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
+from ckptkit.launch.chaos import Chaos, Injected
+from ckptkit.launch.faults import Fault
 
 Moment = Literal["time", "mid-save", "mid-flush", "mid-restore"]
 MOMENTS: tuple[Moment, ...] = ("time", "mid-save", "mid-flush", "mid-restore")
@@ -82,7 +85,10 @@ def plan(kills: int, processes: int, seed: int) -> list[Kill]:
 
 @dataclass(slots=True)
 class Campaign:
-    """One job, killed as planned; the oracle's verdict after each kill is in `expected`."""
+    """One job, killed as planned; the oracle's verdict after each kill is in `expected`.
+
+    The machinery of `ckptkit chaos` kills and wipes. The moments are chosen here: most are lines of a victim's output.
+    """
 
     hosts: Hosts
     kills: Sequence[Kill]
@@ -94,41 +100,46 @@ class Campaign:
     _steps: int = 0
     _fired: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    _launcher: Launcher | None = None
+    _chaos: Chaos = field(init=False)
     _hang: threading.Timer | None = None
     _timer: threading.Timer | None = None
 
     def run(self) -> ExitCode:
         """Kills the job as often as planned and lets it come to an end."""
-        count = len(self.hosts.hosts)
-        # A life that fails by itself is started again too: it is reported, and does not cost a planned kill its turn.
-        last = ["--last-attempt", str(len(self.kills)), "--steps", str(FINAL_STEPS)]
-        self._launcher = Launcher(
-            Workers(
-                worker_command(["--attempt", "{attempt}", *last]),
-                prefixes=self.hosts.prefixes,
-                warm=WarmStart(is_cold=self.cold),
-                processes=count,
-                devices_per_process=1,
-            ),
-            coordinator_host=self.hosts.coordinator_host,
-            policy=RestartPolicy(restarts=len(self.kills), backoff_s=0.0, grace_s=0.2),
-            events=EventLog(self.hosts.home / "launcher.jsonl", process=-1),
-            hooks=Hooks(on_output=self._hear, on_lost=self._after_loss, say=lambda line: None),
-        )
+        self._chaos = Chaos(on_lost=self._after_loss, say=lambda line: None)
         self._watch()
         try:
-            return self._launcher.run()
+            ended = self._chaos.run(self._launcher, on_output=self._hear)
         finally:
             for timer in (self._hang, self._timer):
                 if timer is not None:
                     timer.cancel()
+        assert ended.code is not None, "a job that was started here"
+        return ended.code
+
+    def _launcher(self, hooks: Hooks, first_attempt: int) -> Launcher:
+        # A life that fails by itself is started again too: it is reported, and does not cost a planned kill its turn.
+        last = ["--last-attempt", str(len(self.kills)), "--steps", str(FINAL_STEPS)]
+        return Launcher(
+            Workers(
+                worker_command(["--attempt", "{attempt}", *last]),
+                prefixes=self.hosts.prefixes,
+                warm=WarmStart(is_cold=self.cold),
+                processes=len(self.hosts.hosts),
+                devices_per_process=1,
+                env=WORKER_ENV,
+            ),
+            first_attempt=first_attempt,
+            coordinator_host=self.hosts.coordinator_host,
+            policy=RestartPolicy(restarts=len(self.kills), backoff_s=0.0, grace_s=0.2),
+            events=EventLog(self.hosts.home / "launcher.jsonl", process=-1),
+            hooks=hooks,
+        )
 
     def _watch(self) -> None:
-        assert self._launcher is not None
         if self._hang is not None:
             self._hang.cancel()
-        self._hang = threading.Timer(LIFE_LIMIT_S, self._launcher.stop)
+        self._hang = threading.Timer(LIFE_LIMIT_S, self._chaos.stop)
         self._hang.daemon = True
         self._hang.start()
 
@@ -154,21 +165,20 @@ class Campaign:
             if self._fired or life != len(self.expected):
                 return
             self._fired = True
-            kill = self.kills[life]
-            assert self._launcher is not None
-            for victim in kill.victims:
-                self._launcher.kill(victim, wiped=("ram",) if kill.wipes else ())
+            self._chaos.inject(self._fault(life, self.kills[life]))
 
-    def _after_loss(self, attempt: int, process: int) -> None:
-        """All processes are dead: what is lost goes now, and the oracle looks at the rest."""
+    def _fault(self, life: int, kill: Kill) -> Fault:
+        rams = tuple(str(self.hosts.hosts[victim].ram) for victim in kill.victims)
+        wipes = rams if kill.wipes else ()
+        return Fault(number=life, after_s=kill.after_s, kind="kill", victims=kill.victims, wipes=wipes)
+
+    def _after_loss(self, attempt: int, process: int, struck: Sequence[Injected]) -> None:
+        """All processes are dead, and what is lost with them is gone: the oracle looks at the rest."""
         with self._lock:
             life = len(self.expected)
-            if not self._fired:
+            if not struck:
                 self.unplanned.append(f"life {attempt}: process {process} was lost by itself")
                 self.unplanned += self.last_lines[-20:]
-            elif self.kills[life].wipes:
-                for victim in self.kills[life].victims:
-                    self.hosts.hosts[victim].wipe()
             self.expected.append(covered(self.hosts))
             self.say(f"kill {life + 1}/{len(self.kills)} {self.kills[life]}; the files cover {self.expected[-1]}")
             self._fired, self._steps = False, 0
@@ -194,6 +204,7 @@ def run_reference(hosts: Hosts, steps: int) -> None:
         Workers(
             worker_command(["--attempt", "-1", "--plain", "--steps", str(steps)]),
             prefixes=hosts.prefixes,
+            env=WORKER_ENV,
             processes=len(hosts.hosts),
             devices_per_process=1,
         ),

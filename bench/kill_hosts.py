@@ -53,11 +53,6 @@ class Host:
             return self.directory / "ram"
         return Path(f"/proc/{self.pid}/root{self.home}/view/ram")
 
-    def wipe(self) -> None:
-        """Loses what is in memory."""
-        for entry in list(self.ram.iterdir()):
-            shutil.rmtree(entry)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -17,13 +19,24 @@ import click
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON
 from ckptkit.cli.text import count_text, print_json, print_line, print_table
+from ckptkit.cli.worker_options import COLD, COMMAND, COMMAND_SETTINGS, DEVICES, EVENTS, HANG, PROCESSES
 from ckptkit.events import EventLog
 from ckptkit.goodput import goodput_report, headline, load_run
-from ckptkit.launch import ExitCode, HangPolicy, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
+from ckptkit.launch import (
+    ExitCode,
+    HangPolicy,
+    Hooks,
+    Launcher,
+    OncePrinter,
+    RestartPolicy,
+    WarmStart,
+    Workers,
+    next_attempt,
+)
 from ckptkit.launch.attached import AttachedJob
 from ckptkit.launch.chaos import Chaos, ChaosRun
-from ckptkit.launch.faults import FaultKind, FaultPlan, Hazard
-from ckptkit.launch.harm import FullDisk, LocalBucket
+from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
+from ckptkit.launch.harm import FullDisk, LocalBucket, flipped
 from ckptkit.launch.printer import say_on_stderr
 from ckptkit.snapshot.state_digest import STATE_DIGEST
 from ckptkit.util.clock import time_text
@@ -47,14 +60,14 @@ class _Weighted(click.ParamType):
             self.fail(f"{number!r} is not a number", param, ctx)
 
 
-@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
+@click.command(context_settings=COMMAND_SETTINGS)
+@COMMAND
 @click.option("--attach", metavar="STATUS", help="Hit the job of `ckptkit run --status STATUS`, and start none.")
-@click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
+@PROCESSES
 @click.option(
     "--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Take them as those of N hosts."
 )
-@click.option("--devices-per-process", type=click.IntRange(min=1), metavar="N", help="Virtual CPU devices of each.")
+@DEVICES
 @click.option("--faults", type=click.IntRange(min=1), default=5, show_default=True, help="Faults in all.")
 @click.option(
     "--mtbf",
@@ -102,9 +115,9 @@ class _Weighted(click.ParamType):
     help="Flip one bit of one file below it at a fault, with this chance. Repeatable.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed plans the same faults.")
-@click.option("--hang-timeout", "hang_s", type=click.FloatRange(min=0.1), metavar="SECONDS", help="As in `run`.")
-@click.option("--cold", is_flag=True, help="No template: every worker starts from nothing.")
-@click.option("--events", metavar="RUN_DIR", help="The job's event logs: launcher.jsonl is written there, for goodput.")
+@HANG
+@COLD
+@EVENTS
 @click.option("--compare", is_flag=True, help="Run COMMAND undisturbed too, and compare the states at the end.")
 @DRY_RUN
 @JSON
@@ -123,7 +136,7 @@ def chaos(
     wipes: tuple[tuple[str, float], ...],
     flips: tuple[tuple[str, float], ...],
     seed: int,
-    hang_s: float | None,
+    hang: HangPolicy | None,
     cold: bool,
     events: str | None,
     compare: bool,
@@ -157,11 +170,14 @@ def chaos(
         )
         disk = None if fill is None else FullDisk(os.path.abspath(fill))
         job = None if attach is None else AttachedJob(Path(attach))
+        planned = tuple(plan.faults(processes if job is None else job.processes))
         if dry_run:
-            _show_plan(plan, processes if job is None else job.processes)
+            _show_plan(planned)
             return Exit.OK
+        flip = partial(flipped, chance=random.Random(f"flips {seed}"))
+        strike = partial(Chaos, planned, lasting_s=lasting_s, disk=disk, flip=flip, say=say_on_stderr)
         if job is not None:
-            run, verdict, log = Chaos(plan, disk=disk, say=say_on_stderr).attach(job), None, None
+            run, verdict, log = strike().attach(job), None, None
         else:
             log = None if events is None else Path(events.replace("{run}", _RUNS[0])) / "launcher.jsonl"
             with _served(bucket) as served, tempfile.TemporaryDirectory(prefix="ckptkit-chaos-") as home:
@@ -178,13 +194,20 @@ def chaos(
                         warm=WarmStart(is_cold=cold),
                     )
 
-                run = Chaos(plan, bucket=served, disk=disk, say=say_on_stderr).run(
-                    workers(_RUNS[0]),
-                    policy=RestartPolicy(restarts=2 * faults + 3, backoff_s=0.0, grace_s=0.1),
-                    hang=HangPolicy(limit_s=hang_s),
-                    first_attempt=next_attempt(log),
-                    events=None if log is None else EventLog(log, process=-1),
-                    on_output=OncePrinter(sys.stderr if as_json else None),
+                notes = None if log is None else EventLog(log, process=-1)
+
+                def launcher(hooks: Hooks, first_attempt: int) -> Launcher:
+                    return Launcher(
+                        workers(_RUNS[0]),
+                        policy=RestartPolicy(restarts=2 * faults + 3, backoff_s=0.0, grace_s=0.1),
+                        hang=hang,
+                        first_attempt=first_attempt,
+                        events=notes,
+                        hooks=hooks,
+                    )
+
+                run = strike(bucket=served).run(
+                    launcher, first_attempt=next_attempt(log), on_output=OncePrinter(sys.stderr if as_json else None)
                 )
                 verdict = _verdict(run, workers(_RUNS[1]), Path(home), as_json) if compare else None
     except ValueError as error:
@@ -219,10 +242,8 @@ def _verdict(run: ChaosRun, workers: Workers, home: Path, as_json: bool) -> str:
     if run.code != ExitCode.OK:
         return "not compared"
     say_on_stderr("chaos: the same job without faults")
-    quiet = Chaos(FaultPlan(seed=0, mtbf_s=1.0, count=0), say=say_on_stderr).run(
-        workers, policy=RestartPolicy(restarts=0), on_output=OncePrinter(sys.stderr if as_json else None)
-    )
-    if quiet.code != ExitCode.OK:
+    hooks = Hooks(on_output=OncePrinter(sys.stderr if as_json else None))
+    if Launcher(workers, policy=RestartPolicy(restarts=0), hooks=hooks).run() != ExitCode.OK:
         return "not compared"
     told = [{path.name.partition("-")[2]: path.read_text() for path in home.glob(f"{run}-*")} for run in _RUNS]
     if not told[0] or not told[1]:
@@ -246,8 +267,8 @@ def _found(run: ChaosRun, plan: FaultPlan, verdict: str | None) -> dict[str, Any
     }
 
 
-def _show_plan(plan: FaultPlan, processes: int) -> None:
-    for fault in plan.faults(processes):
+def _show_plan(faults: Sequence[Fault]) -> None:
+    for fault in faults:
         also = [*(f"empty {path}" for path in fault.wipes), *(f"flip a bit below {path}" for path in fault.flips)]
         line = f"fault {fault.number}: {time_text(fault.after_s)} after a step, {fault.text}"
         print_line("; ".join([line, *also]))

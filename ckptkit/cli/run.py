@@ -14,6 +14,7 @@ import click
 from ckptkit.cli.hosts import Hosts, hosts_of
 from ckptkit.cli.options import DRY_RUN, JSON
 from ckptkit.cli.text import print_json, print_line
+from ckptkit.cli.worker_options import COLD, COMMAND, COMMAND_SETTINGS, DEVICES, EVENTS, HANG, PROCESSES
 from ckptkit.events import EventLog
 from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
 from ckptkit.launch.command import python_command
@@ -24,29 +25,10 @@ from ckptkit.launch.roster import HostLimits, Roster
 from ckptkit.launch.status import FORMAT, write_status
 
 
-class HangLimit(click.ParamType):
-    """`auto`, `off`, or seconds."""
-
-    name = "seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> HangPolicy | None:
-        """The policy; None where hangs are not looked for."""
-        if isinstance(value, HangPolicy):
-            return value
-        if value == "auto":
-            return HangPolicy()
-        try:
-            return None if value == "off" else HangPolicy(limit_s=float(value))
-        except ValueError:
-            self.fail(f"{value!r} is not a time; write auto, off, or seconds", param, ctx)
-
-
-@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
-@click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
-@click.option(
-    "--devices-per-process", type=click.IntRange(min=1), metavar="N", help="Virtual CPU devices of each process."
-)
+@click.command(context_settings=COMMAND_SETTINGS)
+@COMMAND
+@PROCESSES
+@DEVICES
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), default=10, show_default=True, help="Restarts of the whole job."
 )
@@ -84,16 +66,8 @@ class HangLimit(click.ParamType):
     help="Import these before workers are forked [default: what the first attempt imports].",
 )
 @click.option("--no-preload", "skip", multiple=True, metavar="MODULE,...", help="Never import these before a fork.")
-@click.option("--cold", is_flag=True, help="No template: every worker starts from nothing.")
-@click.option(
-    "--hang-timeout",
-    "hang",
-    type=HangLimit(),
-    default="auto",
-    show_default="auto: 10 times the longest pause between steps, at least 1800",
-    metavar="SECONDS|auto|off",
-    help="Restart a job that has made no step for so long.",
-)
+@COLD
+@HANG
 @click.option("--nnodes", metavar="MIN[:MAX]", help="Hosts of the job; more agents than MAX wait as spares.")
 @click.option("--node-rank", "rank", type=click.IntRange(min=0), metavar="N", help="Which host this is; 0 decides.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where the agent of host 0 listens.")
@@ -116,7 +90,7 @@ class HangLimit(click.ParamType):
     metavar="SECONDS",
     help="How long a restart waits for a host in the place of a lost one, before it takes fewer.",
 )
-@click.option("--events", metavar="RUN_DIR", help="Write launcher.jsonl here, for `goodput`.")
+@EVENTS
 @click.option("--log-dir", metavar="RUN_DIR", help="Write each worker's output to a file here too.")
 @click.option("--status", "status_path", metavar="FILE", help="Keep a JSON file with what the job does.")
 @DRY_RUN

@@ -1,8 +1,9 @@
 """Faults on a running job: workers or whole hosts killed, workers frozen, the job preempted, a disk filled, the bucket
 taken away, directories emptied, bits flipped.
 
-The faults are real: signals to the job's processes, deletions and writes in its directories. Each comes a random time
-after the job has made a step, so a job that does not come back is never hit again.
+The faults are real: signals to the job's processes, deletions and writes in its directories. A planned fault comes some
+time after the job has made a step, so a job that does not come back is never hit again; or some time after the launch,
+where several jobs are to get the same faults. `Chaos.inject` injects one at a moment that the caller chooses.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from __future__ import annotations
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from ckptkit.events import EventLog
 from ckptkit.launch.attached import AttachedJob
-from ckptkit.launch.faults import LASTING, Fault, FaultPlan
+from ckptkit.launch.faults import LASTING, Fault
 from ckptkit.launch.harm import FullDisk, LocalBucket, emptied, flipped
 from ckptkit.launch.launcher import Launcher
-from ckptkit.launch.policy import ExitCode, HangPolicy, RestartPolicy
-from ckptkit.launch.workers import Hooks, Workers
+from ckptkit.launch.policy import ExitCode
+from ckptkit.launch.workers import Hooks
 from ckptkit.util.clock import Deadline, monotonic_s
 
 _START_MAX_S = 60.0  # a job that marks no steps counts as running after this
 _LOOK_S = 0.1
+FLIPPED = "flipped a bit of "  # then the place, in `Injected.did`
+_AGAIN_S = 0.02  # where the victims do not run now
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,24 +58,30 @@ class ChaosRun:
 
 @final
 class Chaos:
-    """Hits a job with the faults of a plan. A loss while a fault is under way counts as the fault's.
+    """Hits a job with faults, one after another. A loss while a fault is under way counts as the fault's.
 
     `run` starts the job, and starts it again after each loss as `ckptkit run` does. `attach` hits one that runs.
+    Lasting faults take `lasting_s`. `flip(directory)` flips a bit and returns the place in words, None where it finds
+    none. `on_lost(attempt, process, struck)` is called when all processes are dead and the damage is done; `struck` are
+    the faults that ended the attempt, none for a loss by itself.
     """
 
     def __init__(
         self,
-        plan: FaultPlan,
+        faults: Sequence[Fault] = (),
         *,
+        lasting_s: float = 5.0,
         bucket: LocalBucket | None = None,
         disk: FullDisk | None = None,
+        flip: Callable[[Path], str | None] | None = None,
+        on_lost: Callable[[int, int, Sequence[Injected]], None] = lambda attempt, process, struck: None,
         say: Callable[[str], None],
     ):
-        if "outage" in plan.weights and bucket is None:
-            raise ValueError("an outage needs a bucket to take away")
-        if "fill" in plan.weights and disk is None:
-            raise ValueError("a full disk needs a directory on the file system to fill")
-        self._plan, self._bucket, self._disk, self._say = plan, bucket, disk, say
+        self._faults, self._lasting_s, self._bucket, self._disk = tuple(faults), lasting_s, bucket, disk
+        self._on_lost, self._say = on_lost, say
+        self._flip = flip or partial(flipped, chance=random.Random(0))
+        for fault in self._faults:
+            self._check(fault)
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._all_injected = threading.Event()
@@ -81,43 +90,37 @@ class Chaos:
         self._injected: list[Injected] = []
         self._unplanned: list[str] = []
         self._pending: Injected | None = None  # the job has not made a step since
+        self._due: list[Injected] = []  # their damage is done at the next loss
         self._attempt = 0
         self._job: Launcher | AttachedJob | None = None
-        self._flipper = random.Random(f"flips {plan.seed}")
         self._begun_s = 0.0
         self._recoveries = 0
         self._preempting = False
 
     def run(
         self,
-        workers: Workers,
+        make: Callable[[Hooks, int], Launcher],
         *,
-        policy: RestartPolicy,
-        hang: HangPolicy | None = None,
         first_attempt: int = 0,
-        events: EventLog | None = None,
         on_output: Callable[[int, str], None],
     ) -> ChaosRun:
-        """Blocks until the job has ended. After the last fault it is left alone. Raises what `Launcher.run` raises."""
+        """Blocks until the job has ended. After the last fault it is left alone. Raises what `Launcher.run` raises.
+
+        `make(hooks, first_attempt)` makes the launcher; it is called again after a preemption.
+        """
         self._attempt = first_attempt
+        hooks = Hooks(
+            on_output=on_output,
+            on_attempt=self._begin,
+            on_lost=self._after_loss,
+            on_status=self._take_status,
+            say=self._say,
+        )
 
         def launch() -> ExitCode:
             while True:
                 self._recoveries = 0
-                self._job = launcher = Launcher(
-                    workers,
-                    policy=policy,
-                    hang=hang,
-                    first_attempt=self._attempt,
-                    events=events,
-                    hooks=Hooks(
-                        on_output=on_output,
-                        on_attempt=self._begin,
-                        on_lost=self._after_loss,
-                        on_status=self._take_status,
-                        say=self._say,
-                    ),
-                )
+                self._job = launcher = make(hooks, self._attempt)
                 code = launcher.run()
                 if not self._preempting or code == ExitCode.OK or launcher.is_stopped:
                     return code
@@ -125,14 +128,46 @@ class Chaos:
                 self._after_loss(self._attempt, -1)
                 self._attempt += 1
 
-        return self._under_faults(workers.processes, launch)
+        return self._under_faults(launch)
+
+    def stop(self) -> None:
+        """Makes `run` stop the job. From any thread."""
+        if isinstance(self._job, Launcher):
+            self._job.stop()
+
+    def inject(self, fault: Fault) -> bool:
+        """Injects a fault now, and returns after a lasting one has ended; False where its victims do not run. From any
+        thread, also from `on_output`."""
+        self._check(fault)
+        job = self._job
+        if job is None:
+            return False
+        injected = Injected(fault=fault, at_s=monotonic_s() - self._begun_s, attempt=self._attempt)
+        with self._lock:
+            text = self._begin_lasting(job, fault) if fault.kind in LASTING else self._strike(job, injected)
+            if text is None:
+                return False
+            self._injected.append(injected)
+            self._pending = injected
+            self._due.append(injected)
+            if fault.kind not in LASTING:
+                self._stepping.clear()
+            self._note(injected, text)
+        if fault.kind in LASTING:
+            self._over.wait(self._lasting_s)
+            self._end_lasting(job, fault)
+            with self._lock:
+                if self._pending is injected and self._attempt == injected.attempt:
+                    self._pending = None  # the job has gone on
+                    self._due.remove(injected)
+        return True
 
     def attach(self, job: AttachedJob) -> ChaosRun:
         """Blocks until the last fault is over and the job makes steps again, or until the job has ended.
 
-        Only workers of this host are hit. Raises `ValueError` for a plan with preemptions: they would end the job.
+        Only workers of this host are hit. Raises `ValueError` for preemptions: they would end the job.
         """
-        if "preempt" in self._plan.weights:
+        if any(fault.kind == "preempt" for fault in self._faults):
             raise ValueError("a job that runs cannot be preempted from here: it would end")
         self._job, self._attempt = job, -1
 
@@ -154,12 +189,17 @@ class Chaos:
                     return None
                 self._over.wait(_LOOK_S)
 
-        return self._under_faults(job.processes, follow)
+        return self._under_faults(follow)
 
-    def _under_faults(self, processes: int, drive: Callable[[], ExitCode | None]) -> ChaosRun:
-        faults = self._plan.faults(processes)
+    def _check(self, fault: Fault) -> None:
+        if fault.kind == "outage" and self._bucket is None:
+            raise ValueError("an outage needs a bucket to take away")
+        if fault.kind == "fill" and self._disk is None:
+            raise ValueError("a full disk needs a directory on the file system to fill")
+
+    def _under_faults(self, drive: Callable[[], ExitCode | None]) -> ChaosRun:
         self._begun_s = monotonic_s()
-        injector = threading.Thread(target=self._inject_all, args=(faults,), name="ckptkit-chaos", daemon=True)
+        injector = threading.Thread(target=self._inject_all, name="ckptkit-chaos", daemon=True)
         injector.start()
         try:
             code = drive()
@@ -196,19 +236,21 @@ class Chaos:
                 self._stepping.set()
 
     def _after_loss(self, attempt: int, process: int) -> None:
-        """All processes are dead: the files that the fault takes with it go now."""
+        """All processes are dead: the files that the faults take with them go now."""
         with self._lock:
-            if self._pending is None:
+            struck, self._due = self._due, []
+            if not struck and self._pending is None:
                 self._unplanned.append(f"attempt {attempt}: process {process} was lost by itself")
-                return
-            self._harm(self._pending)
+            for injected in struck:
+                self._harm(injected)
+        self._on_lost(attempt, process, struck)  # outside the lock: the caller may hold its own while it injects
 
     def _harm(self, injected: Injected) -> None:
         for path in injected.fault.wipes:
             self._note(injected, f"emptied {path}: {emptied(Path(path))} files")
         for path in injected.fault.flips:
-            hit = flipped(Path(path), self._flipper)
-            self._note(injected, f"flipped a bit of {hit}" if hit else f"no file to flip below {path}")
+            hit = self._flip(Path(path))
+            self._note(injected, f"{FLIPPED}{hit}" if hit else f"no file to flip below {path}")
 
     def _note(self, injected: Injected, text: str) -> None:
         injected.did.append(text)
@@ -216,46 +258,29 @@ class Chaos:
 
     # In the thread of the faults.
 
-    def _inject_all(self, faults: Iterator[Fault]) -> None:
+    def _inject_all(self) -> None:
         try:
-            for fault in faults:
-                start = Deadline(_START_MAX_S)
-                while not self._stepping.is_set() and not start.passed:
-                    if self._over.wait(_LOOK_S):
-                        return
-                if self._over.wait(fault.after_s):
+            for fault in self._faults:
+                if not self._await(fault):
                     return
-                while not self._inject(fault):  # between two attempts: the next one is hit
-                    if self._over.wait(_LOOK_S):
+                while not self.inject(fault):  # between two attempts: the next one is hit
+                    if self._over.wait(_AGAIN_S):
                         return
         except (OSError, ValueError) as error:  # raised where `run` waits
             self._error = error
-            if isinstance(self._job, Launcher):
-                self._job.stop()
+            self.stop()
         finally:
             self._all_injected.set()
 
-    def _inject(self, fault: Fault) -> bool:
-        job = self._job
-        if job is None:
-            return False
-        injected = Injected(fault=fault, at_s=monotonic_s() - self._begun_s, attempt=self._attempt)
-        with self._lock:
-            text = self._begin_lasting(job, fault) if fault.kind in LASTING else self._strike(job, injected)
-            if text is None:
+    def _await(self, fault: Fault) -> bool:
+        """Waits for the moment of a fault; False if the job ends before."""
+        if fault.since == "launch":
+            return not self._over.wait(max(0.0, self._begun_s + fault.after_s - monotonic_s()))
+        start = Deadline(_START_MAX_S)
+        while not self._stepping.is_set() and not start.passed:
+            if self._over.wait(_LOOK_S):
                 return False
-            self._injected.append(injected)
-            self._pending = injected
-            if fault.kind not in LASTING:
-                self._stepping.clear()
-            self._note(injected, text)
-        if fault.kind in LASTING:
-            self._over.wait(self._plan.lasting_s)
-            self._end_lasting(job, fault)
-            with self._lock:
-                if self._pending is injected and self._attempt == injected.attempt:
-                    self._pending = None  # the job has gone on
-        return True
+        return not self._over.wait(fault.after_s)
 
     def _strike(self, job: Launcher | AttachedJob, injected: Injected) -> str | None:
         """The damage in words; None where the victims do not run now."""
@@ -270,7 +295,7 @@ class Chaos:
             done = job.kill(fault.victims, (lambda: self._harm(injected)) if does_harm else None)
         else:
             killed = [job.kill(victim, wiped=fault.wipes) for victim in fault.victims]
-            done = all(killed)
+            done = any(killed)  # one that had ended already needs no second kill
         return _past(fault) if done else None
 
     def _begin_lasting(self, job: Launcher | AttachedJob, fault: Fault) -> str | None:
@@ -279,11 +304,11 @@ class Chaos:
                 return None
         elif fault.kind == "fill":
             assert self._disk is not None
-            return f"filled {self._disk.directory} with {self._disk.begin():,} bytes for {self._plan.lasting_s:g} s"
+            return f"filled {self._disk.directory} with {self._disk.begin():,} bytes for {self._lasting_s:g} s"
         else:
             assert self._bucket is not None
             self._bucket.begin()
-        return f"{_past(fault)} for {self._plan.lasting_s:g} s"
+        return f"{_past(fault)} for {self._lasting_s:g} s"
 
     def _end_lasting(self, job: Launcher | AttachedJob, fault: Fault) -> None:
         if fault.kind == "freeze":

@@ -40,8 +40,8 @@ def checked_own(path: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One planned fault: `after_s` seconds after the job has made a step. `victims`: processes; of a host, all of them.
-    `wipes`, `flips`: directories."""
+    """One fault, planned for `after_s` seconds after the job has made a step, or after its launch. `victims`: processes
+    (all those of a host). `wipes`, `flips`: directories."""
 
     number: int
     after_s: float
@@ -49,6 +49,7 @@ class Fault:
     victims: tuple[int, ...]
     wipes: tuple[str, ...] = ()
     flips: tuple[str, ...] = ()
+    since: Literal["step", "launch"] = "step"
 
     @property
     def text(self) -> str:

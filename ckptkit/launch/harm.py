@@ -39,12 +39,15 @@ def flipped(directory: Path, chance: random.Random) -> str | None:
         return None
     path = chance.choice(files)
     offset, bit = chance.randrange(path.stat().st_size), chance.randrange(8)
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        before = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([before ^ (1 << bit)]))
+    flip_bit(path, offset, bit)
     return f"{path}, byte {offset:,}"
+
+
+def flip_bit(path: Path, offset: int, bit: int) -> None:
+    """Flips a bit in place: a mapping of the file sees it."""
+    with path.open("r+b") as file:
+        before = os.pread(file.fileno(), 1, offset)[0]
+        os.pwrite(file.fileno(), bytes([before ^ 1 << bit]), offset)
 
 
 @final

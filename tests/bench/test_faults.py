@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -21,10 +22,12 @@ import ckptkit
 from bench.fault_places import Every, Places
 from bench.fault_report import Reference, judge, show, summary
 from bench.fault_run import Outcome
-from bench.fault_schedule import Fault, ceiling_s, gap_closed, plan_faults
+from bench.fault_schedule import ceiling_s, gap_closed, plan_faults, text_of
 from bench.fault_tuning import first_guess, learned, sweep
 from ckptkit import EventLog, Kind
 from ckptkit.launch import ExitCode
+from ckptkit.launch.faults import Fault
+from ckptkit.launch.harm import emptied
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,10 +40,11 @@ def test_a_seed_repeats_its_schedule_with_every_kind_of_fault() -> None:
     """Contenders would get different faults, or never a lost ramdisk or a flipped bit."""
     planned = faults(3)
     assert planned == faults(3) != faults(4)
-    assert sum(fault.wipes for fault in planned[:10]) == 5
-    assert 3 <= sum(fault.flips for fault in planned[:10]) <= 4
-    assert {fault.victim for fault in planned} == {0, 1}
-    assert [fault.at_s for fault in planned] == sorted(fault.at_s for fault in planned)
+    assert sum(bool(fault.wipes) for fault in planned[:10]) == 5
+    assert 3 <= sum(bool(fault.flips) for fault in planned[:10]) <= 4
+    assert {fault.victims for fault in planned} == {(0,), (1,)}
+    assert text_of(planned[0]).startswith(f"{planned[0].after_s:.1f} s: process {planned[0].victims[0]}")
+    assert [fault.after_s for fault in planned] == sorted(fault.after_s for fault in planned)
 
 
 def test_trace_is_compressed_in_time(tmp_path: Path) -> None:
@@ -53,13 +57,13 @@ def test_trace_is_compressed_in_time(tmp_path: Path) -> None:
     path = tmp_path / "failures.csv.xz"
     path.write_bytes(lzma.compress("\n".join(rows).encode()))
     played = faults(1, mtbf_s=7.0, horizon_s=1000.0, trace=path)
-    gaps_s = np.diff([0.0, *(fault.at_s for fault in played)])
+    gaps_s = np.diff([0.0, *(fault.after_s for fault in played)])
     assert gaps_s[: len(gaps_min)].mean() == pytest.approx(7.0)
     assert sorted(gaps_s[: len(gaps_min)]) == pytest.approx(sorted(7.0 * gap / 70 for gap in gaps_min))
 
 
-def fault(at_s: float, **other: Any) -> Fault:
-    return Fault(at_s=at_s, victim=0, wipes=other.get("wipes", False), flips=other.get("flips", False))
+def fault(at_s: float) -> Fault:
+    return Fault(number=0, after_s=at_s, since="launch", kind="kill", victims=(0,))
 
 
 def test_ceiling_loses_only_startup_and_interrupted_steps() -> None:
@@ -105,7 +109,7 @@ def places(tmp_path: Path) -> Places:
     """Steps 1 to 3 in all tiers: ram has all, disk 2, durable 2."""
     made = Places(disk=tmp_path / "disk", ram=tmp_path / "ram")
     tiers = [
-        ckptkit.Tier.ram(str(made.ram)),
+        ckptkit.Tier.ram(str(made.ramdisk(0))),
         ckptkit.Tier.ssd(str(made.disk / "ssd"), save=ckptkit.EverySteps(2)),
     ]
     options = ocp.CheckpointManagerOptions(save_interval_steps=2)
@@ -119,28 +123,28 @@ def places(tmp_path: Path) -> Places:
 
 def test_bit_flip_hits_array_data_of_the_newest_remaining_step(places: Places) -> None:
     """A bit that turns where nobody reads would prove that nothing was noticed."""
-    found = places.flip(1)
+    found = places.flip(random.Random(1))
     assert found is not None
     assert found.startswith("step 3: slot-")
-    assert ckptkit.verify(str(places.ram)).corrupt
+    assert ckptkit.verify(str(places.ramdisk(0))).corrupt
     assert not ckptkit.verify(str(places.disk / "ssd")).corrupt
-    places.wipe(0)
-    found = places.flip(2)
+    emptied(places.ramdisk(0))
+    found = places.flip(random.Random(2))
     assert found is not None
     assert found.startswith("step 2: slot-")
     assert ckptkit.verify(str(places.disk / "ssd")).corrupt
     for manifest in places.disk.glob("ssd/*/*/*/step-*.json"):
         manifest.unlink()
     assert not ckptkit.verify(str(places.durable)).corrupt
-    places.flip(3)
+    places.flip(random.Random(3))
     assert ckptkit.verify(str(places.durable)).corrupt
     *older, _ = sorted(path for path in places.durable.glob("*") if path.name.isdecimal())
     for step in older:
         shutil.rmtree(step)
     assert older
-    assert places.flip(5) is None  # the only copy: nobody could go on without it
+    assert places.flip(random.Random(5)) is None  # the only copy: nobody could go on without it
     places.remove()
-    assert places.flip(4) is None
+    assert places.flip(random.Random(4)) is None
 
 
 def test_verdict_detects_wrong_bits_and_unfinished_runs(tmp_path: Path) -> None:
@@ -212,7 +216,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     def fits(seed: int) -> bool:
         first, second = plan_faults(seed=seed, mtbf_s=60.0, horizon_s=2000.0, processes=1)[:2]
-        return first.at_s < 1.0 and second.at_s > 150.0
+        return first.after_s < 1.0 and second.after_s > 150.0
 
     seed = next(seed for seed in range(1000) if fits(seed))
     command = [sys.executable, "-m", "bench", "faults", "--state", "tiny", "--seconds", "5", "--sweep-seconds", "0"]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -16,9 +17,9 @@ from urllib.request import urlopen
 import pytest
 
 from ckptkit.cli import main
-from ckptkit.launch import ExitCode, RestartPolicy, WarmStart, Workers
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
 from ckptkit.launch.attached import AttachedJob
-from ckptkit.launch.chaos import Chaos, ChaosRun
+from ckptkit.launch.chaos import Chaos, ChaosRun, Injected
 from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
 from ckptkit.launch.harm import FullDisk, LocalBucket, flipped
 from ckptkit.launch.status import write_status
@@ -56,12 +57,14 @@ def script(tmp_path: Path, wrong: str = "0") -> str:
 def run(tmp_path: Path, plan: FaultPlan, *, processes: int = 2) -> tuple[ChaosRun, list[str]]:
     said: list[str] = []
     command = [sys.executable, script(tmp_path), str(tmp_path / "job")]
-    ended = Chaos(plan, say=said.append).run(
-        Workers(command, processes=processes, warm=WarmStart(is_cold=True)),
-        policy=RestartPolicy(restarts=10, backoff_s=0.0, grace_s=0.1),
-        on_output=lambda process, line: said.append(line),
-    )
-    return ended, said
+    workers = Workers(command, processes=processes, warm=WarmStart(is_cold=True))
+    chaos = Chaos(tuple(plan.faults(processes)), lasting_s=plan.lasting_s, say=said.append)
+    return chaos.run(launched(workers), on_output=lambda process, line: said.append(line)), said
+
+
+def launched(workers: Workers, restarts: int = 10, grace_s: float = 0.1) -> Callable[[Hooks, int], Launcher]:
+    policy = RestartPolicy(restarts=restarts, backoff_s=0.0, grace_s=grace_s)
+    return lambda hooks, attempt: Launcher(workers, policy=policy, first_attempt=attempt, hooks=hooks)
 
 
 def test_same_seed_plans_the_same_faults() -> None:
@@ -129,13 +132,59 @@ def test_job_comes_back_from_every_kind_of_fault(tmp_path: Path) -> None:
 def test_loss_that_no_fault_explains_is_named(tmp_path: Path) -> None:
     """A job that crashes by itself would be counted as one that survived its faults."""
     code = "import sys; sys.exit(3 if sys.argv[1] == '0' else 0)"
-    ended = Chaos(FaultPlan(seed=0, mtbf_s=60.0, count=1), say=lambda line: None).run(
-        Workers([sys.executable, "-c", code, "{attempt}"], processes=1),
-        policy=RestartPolicy(restarts=2, backoff_s=0.0),
-        on_output=lambda process, line: None,
-    )
+    workers = Workers([sys.executable, "-c", code, "{attempt}"], processes=1)
+    faults = tuple(FaultPlan(seed=0, mtbf_s=60.0, count=1).faults(1))
+    ended = Chaos(faults, say=lambda line: None).run(launched(workers, 2), on_output=lambda process, line: None)
     assert (ended.code, ended.injected) == (ExitCode.OK, ())
     assert ended.unplanned == ("attempt 0: process 0 was lost by itself",)
+
+
+def test_faults_at_chosen_moments_do_their_damage_once(tmp_path: Path) -> None:
+    """A benchmark that kills in mid-save would kill on its own, or wipe again at each later loss of the job."""
+    ram = tmp_path / "ram"
+    losses: list[tuple[int, list[int]]] = []
+    left: list[int] = []
+
+    def lost(attempt: int, process: int, struck: Sequence[Injected]) -> None:
+        del process
+        losses.append((attempt, [each.fault.number for each in struck]))
+        left.append(len(list(ram.iterdir())))
+        (ram / "slot").write_bytes(bytes(100))
+
+    code = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\n"
+        "sys.exit(3 if sys.argv[1] == '1' else time.sleep(60 if sys.argv[1] == '0' else 0))"
+    )
+    workers = Workers([sys.executable, "-c", code, "{attempt}"], processes=2)
+    chaos = Chaos(on_lost=lost, say=lambda line: None)
+    faults = [
+        Fault(number=number, after_s=0.0, kind="kill", victims=(number,), wipes=(str(ram),)) for number in range(2)
+    ]
+    lines: list[str] = []
+
+    def on_output(process: int, line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:  # both run, and both are hit before the loss of one is noticed
+            assert [chaos.inject(fault) for fault in faults] == [True, True]
+
+    ram.mkdir()
+    (ram / "slot").write_bytes(bytes(100))
+    ended = chaos.run(launched(workers, grace_s=30.0), on_output=on_output)
+    assert ended.code == ExitCode.OK
+    assert losses == [(0, [0, 1]), (1, [])]
+    assert left == [0, 1]
+    assert not chaos.inject(faults[0])
+
+
+def test_faults_since_the_launch_wait_for_no_step(tmp_path: Path) -> None:
+    """Of two jobs the one that takes longer to start would be hit later, and compared on other faults."""
+    fault = Fault(number=0, after_s=0.3, since="launch", kind="kill", victims=(0,))
+    code = "import sys, time; time.sleep(60 if sys.argv[1] == '0' else 0)"
+    workers = Workers([sys.executable, "-c", code, "{attempt}"], processes=1)
+    ended = Chaos([fault], say=lambda line: None).run(launched(workers), on_output=lambda process, line: None)
+    assert ended.code == ExitCode.OK
+    (injected,) = ended.injected
+    assert 0.3 <= injected.at_s < 30.0
 
 
 def test_host_fault_kills_all_processes_of_a_host(tmp_path: Path) -> None:
