@@ -387,7 +387,8 @@ def _written_below(place: str) -> list[str]:
     found = []
     for directory, _, names in os.walk(place):
         found.append(directory)
-        if not os.path.exists(os.path.join(os.path.dirname(directory), paths.OCDBT_MANIFEST)):
+        above, name = os.path.split(directory)
+        if name != "d" or not os.path.exists(os.path.join(above, paths.OCDBT_MANIFEST)):
             found += [os.path.join(directory, name) for name in names]
     return found
 

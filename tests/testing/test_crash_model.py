@@ -131,6 +131,7 @@ shutil.rmtree(f"{root}/doomed")
     assert after["t3"] == b"\0\0ab\0\0tai"
     assert (after["copy/file"], after["old/file"]) == (b"before", b"before+")
     assert os.readlink(tmp_path / "at" / "pointer") == "t1"
+    assert os.path.samefile(tmp_path / "at" / "linked", tmp_path / "at" / "t0")
     assert not any(name.startswith("doomed") for name in after)
 
 

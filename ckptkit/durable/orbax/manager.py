@@ -5,10 +5,12 @@ The private names of Orbax that the drop-in needs are used here and nowhere else
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, final
 
 import jax
@@ -25,19 +27,24 @@ from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.listing import StepListing, committed_steps
 from ckptkit.durable.orbax.v1_args import carry_handlers
 from ckptkit.store.backends import properties_of
+from ckptkit.store.local import sync_directory
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
 
 
 def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
-    """Makes the durable root, with the permissions that the options ask for. If that fails, the first read or write
-    reports it."""
+    """Makes the durable root, with the permissions that the options ask for. A power failure does not undo that. If it
+    fails, the first read or write reports it."""
     properties = properties_of(url)
     if not (properties.file_system or properties.known_to_orbax):
         return  # s3fs would make the bucket: of a name that was mistyped, too
     mode = options.file_options.path_permission_mode if options.file_options else None
+    path = Path(url.removeprefix("file://"))
+    new = [each for each in (path, *path.parents) if not os.path.lexists(each)] if properties.file_system else []
     with suppress(OSError):
         ocp.path.step.epath.Path(url).mkdir(parents=True, exist_ok=True, mode=mode)
+        for each in new:
+            sync_directory(each.parent)
 
 
 def without_collectives(options: Any, count: int) -> Any:

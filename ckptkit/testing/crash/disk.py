@@ -145,7 +145,9 @@ class Disk:
         return digest.hexdigest()
 
     def materialise(self, target: Path, below: Iterable[str] = ("",)) -> None:
-        """Writes the tree below `target`, or only these directories of it; what stood there goes."""
+        """Writes the tree below `target`, or only these directories of it; what stood there goes. The names of one file
+        are hard links."""
+        files: dict[int, Path] = {}
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         for start in below:
@@ -156,7 +158,10 @@ class Disk:
                     place.mkdir()
                 elif self._kinds[node] == "link":
                     place.symlink_to(os.fsdecode(self.content(node)))
+                elif node in files:
+                    place.hardlink_to(files[node])
                 else:
+                    files[node] = place
                     place.write_bytes(self._bytes.get(node, b""))
 
     def _walk(self, path: str, node: int) -> Iterator[tuple[str, int]]:
