@@ -124,8 +124,10 @@ test-s3:
 docs-cli: setup
 	$(BIN)/python -m tools.cli_docs
 
+# The pictures of README and TUTORIAL; the second runs the tutorial in /dev/shm/story and runs/story.
 docs-session: setup
 	$(BIN)/python -m tools.session
+	$(BIN)/python -m tools.tutorial
 
 # docs/dashboard.png: the panels of deploy/grafana.json. Needs `make setup-system`.
 docs-dashboard: setup

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import pty
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -26,7 +26,8 @@ COMMANDS = (
 )
 _COLUMNS = 124
 _HOST = "host-a"
-_ERASED = re.compile(r"[^\n]*\n\x1b\[\?25h\r\x1b\[1A\x1b\[2K")  # a progress bar that goes at its end
+# A progress bar that is removed at its end, and a line of progress that the next one overwrites.
+_ERASED = re.compile(r"[^\n]*\n\x1b\[\?25h\r\x1b\[1A\x1b\[2K|[^\n]*\r(?:\x1b\[K)*")
 
 
 def save_steps(root: Path) -> None:
@@ -65,12 +66,14 @@ def save_steps(root: Path) -> None:
             params["norm"] = params["norm"] + 1e-5
 
 
-def shown(command: str, home: Path) -> str:
-    """The terminal's output of a command that is run in `home`."""
+def shown(command: str, home: Path, *, codes: tuple[int, ...] = (0, 20)) -> str:
+    """The terminal's output of a command of the shell that is run in `home`. Raises RuntimeError for another code."""
     main, terminal = pty.openpty()
-    words = [sys.executable, "-m", "ckptkit.cli", *shlex.split(command)[1:]]
-    environment = {**os.environ, "COLUMNS": str(_COLUMNS), "TERM": "xterm-256color"}
-    process = subprocess.Popen(words, cwd=home, env=environment, stdin=terminal, stdout=terminal, stderr=terminal)
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(SVG.parents[1])}
+    environment = {**os.environ, **paths, "COLUMNS": str(_COLUMNS), "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        ["bash", "-c", command], cwd=home, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
+    )
     os.close(terminal)
     chunks = []
     try:
@@ -81,25 +84,31 @@ def shown(command: str, home: Path) -> str:
     finally:
         os.close(main)
     code = process.wait()
-    if code not in (0, 20):
+    if code not in codes:
         raise RuntimeError(f"{command} ended with {code}: {b''.join(chunks).decode()}")
-    return _ERASED.sub("", b"".join(chunks).decode().replace("\r\n", "\n")).replace(str(home), "/data")
+    return _ERASED.sub("", b"".join(chunks).decode().replace("\r\n", "\n"))
 
 
-def record(commands: tuple[str, ...] = COMMANDS) -> str:
-    """The session as an SVG."""
-    with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory(prefix="ckptkit-session-") as made:
-        home = Path(made).resolve()
-        save_steps(home / "run")
-        (home / "new").mkdir()
+def picture(session: Iterable[tuple[str, str]]) -> str:
+    """Commands with their output as an SVG."""
+    with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=_COLUMNS, file=nowhere, force_terminal=True)
-        for command in commands:
+        for command, output in session:
             console.print(Text("$ ", style="green") + Text(command, style="bold"))
-            console.print(Text.from_ansi(shown(command, home)))
+            console.print(Text.from_ansi(output))
         # rich names fonts on a server of somebody else's: a page of ours asks nobody.
         return re.sub(
             r"@font-face \{.*?\}\s*", "", console.export_svg(title="ckptkit", unique_id="ckptkit"), flags=re.DOTALL
         )
+
+
+def record(commands: tuple[str, ...] = COMMANDS) -> str:
+    """The session as an SVG."""
+    with tempfile.TemporaryDirectory(prefix="ckptkit-session-") as made:
+        home = Path(made).resolve()
+        save_steps(home / "run")
+        (home / "new").mkdir()
+        return picture((command, shown(command, home).replace(str(home), "/data")) for command in commands)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m trainer` trains, `python -m trainer plan` computes what a run would need."""
+"""`python -m trainer` trains, `plan` computes what a run would need, `export` writes its model for others."""
 
 import os
 import sys
@@ -39,6 +39,7 @@ from trainer.config import (
     RunConfig,
     preset,
 )
+from trainer.export import export_llama
 from trainer.loop import train
 from trainer.plan import make_plan, print_plan
 
@@ -229,6 +230,23 @@ def plan(
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
     print_plan(made, keep=keep)
+
+
+@main.command()
+@click.argument("checkpoint")
+@click.argument("target", metavar="DIRECTORY")
+@click.option("--dtype", type=DTYPES, default="float32", help="Of the exported weights.")
+def export(checkpoint: str, target: str, dtype: Dtype) -> None:
+    """Write the newest durable step of CHECKPOINT (or the step in it: CHECKPOINT/100) as a Llama of Hugging Face's.
+
+    DIRECTORY has the weights as safetensors, and config.json. It appears complete or not at all.
+    """
+    try:
+        done = export_llama(checkpoint, target, dtype=dtype)
+    except (InputError, CheckpointError) as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2 if isinstance(error, InputError) else 1)
+    click.echo(f"{done.target}: {len(done.tensors)} tensors of {done.source} in {done.written_bytes / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

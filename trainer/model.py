@@ -14,6 +14,8 @@ from flax import nnx
 
 from trainer.config import ModelConfig
 
+ROPE_THETA = 10_000.0
+NORM_EPSILON = 1e-6
 Place = Callable[[jax.Array, Literal["stream", "table"]], jax.Array]
 
 
@@ -31,14 +33,14 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise [..., D], same dtype out."""
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPSILON)
         return (y * self.scale[...]).astype(x.dtype)
 
 
 def rotate(x: jax.Array) -> jax.Array:
     """Rotary positions (Su et al. 2021, arXiv:2104.09864): turn each pair of [B, T, heads, H] by t x frequency."""
     half = x.shape[-1] // 2
-    frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = ROPE_THETA ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency  # [T, H/2]
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -127,15 +127,17 @@ def convert(
     resume: bool = False,
     progress: BytesProgress | None = None,
     timeout_s: float = 60.0,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes what the plan lists. The target appears by one rename, after all of it is written and synced.
 
-    Bits are those of the source, except where a cast was asked for. An interrupted run leaves a directory
-    `.<target>.ckptkit-part` next to the target, which `resume` continues and another run deletes; the error has a note
-    about it. If a local source is damaged, or changes while it is read, nothing is kept. In a bucket, Orbax's items are
-    written in place, and become checkpoints with the marker. Files are made on a local disk, one at a time, and
-    uploaded. Cost: the source is read once, unless its chunks lie across the target's. At most `memory_bytes` of array
-    data are held. Requests to a bucket that does not answer are retried for `timeout_s`.
+    A directory of `hf` also has the small files `beside`, such as config.json. Bits are those of the source, except
+    where a cast was asked for. An interrupted run leaves a directory `.<target>.ckptkit-part` next to the target, which
+    `resume` continues and another run deletes; the error has a note about it. If a local source is damaged, or changes
+    while it is read, nothing is kept. In a bucket, Orbax's items are written in place, and become checkpoints with the
+    marker. Files are made on a local disk, one at a time, and uploaded. Cost: the source is read once, unless its
+    chunks lie across the target's. At most `memory_bytes` of array data are held. Requests to a bucket that does not
+    answer are retried for `timeout_s`.
 
     Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work or
     another process makes the same target, and what reading raises.
@@ -150,13 +152,19 @@ def convert(
             if plan.to == "orbax":
                 write_step(plan.tensors, target, memory_bytes=memory_bytes, progress=progress)
             else:
-                _write_files(plan, target, memory_bytes, progress)
+                _write_files(plan, target, memory_bytes, progress, beside or {})
             if not source.proven:
                 require_unchanged(known_by, now, source.path)
             target.commit(f"Checkpoint commit was successful to {plan.target}" if plan.to == "orbax" else None)
 
 
-def _write_files(plan: ConvertPlan, target: Destination, memory_bytes: int, progress: BytesProgress | None) -> None:
+def _write_files(
+    plan: ConvertPlan,
+    target: Destination,
+    memory_bytes: int,
+    progress: BytesProgress | None,
+    beside: Mapping[str, bytes],
+) -> None:
     journal = target.journal
     finished = {name for entry in journal.entries() for name in entry}
     written = 0
@@ -191,7 +199,7 @@ def _write_files(plan: ConvertPlan, target: Destination, memory_bytes: int, prog
         mapping = {member.tensor: file.name for file in plan.files for member in file.members if member.tensor}
         size = sum(tensor.nbytes for tensor in plan.tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": mapping}
-        target.put([(f"model{INDEX}", json.dumps(index, indent=1).encode())])
+        target.put([*beside.items(), (f"model{INDEX}", json.dumps(index, indent=1).encode())])
 
 
 def _write_tensors(

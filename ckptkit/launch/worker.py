@@ -192,7 +192,8 @@ class _Recorder:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Notes `name`; the next finder finds it."""
         del path, target
-        if os.getpid() == self._process:
+        # `python -m PACKAGE` looks for PACKAGE.__main__ to run it: an import would run it too.
+        if os.getpid() == self._process and not name.endswith(".__main__"):
             os.write(self._fd, name.encode() + b"\n")
 
 

@@ -1,9 +1,10 @@
-"""The trainer's model, exported by rules, is a Llama to Hugging Face's transformers."""
+"""The trainer's model, exported by its rules, is a Llama to Hugging Face's transformers."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -15,12 +16,10 @@ import ckptkit
 from ckptkit.formats import open_checkpoint
 from tests.cli.conftest import Run
 from trainer import checkpoint
-from trainer.config import PRESETS, ModelConfig, OptimizerConfig, preset
+from trainer.config import PRESETS, InputError, OptimizerConfig, preset
 from trainer.data import Position
-from trainer.model import Transformer
+from trainer.export import RULES, export_llama
 from trainer.step import Train
-
-RULES = Path(__file__).parents[2] / "trainer" / "llama.toml"
 
 
 def saved(train: Train, root: Path) -> None:
@@ -59,41 +58,36 @@ def test_extract_takes_the_names_that_inspect_prints(ckpt: Run, tmp_path: Path, 
         }
 
 
-def test_exported_model_gives_the_same_logits(ckpt: Run, tmp_path: Path) -> None:
+def test_model_that_is_no_llama_is_not_exported(ckpt: Run, tmp_path: Path) -> None:
+    """transformers would load another architecture, or somebody else's checkpoint, as a Llama of nonsense."""
+    gelu = dataclasses.replace(preset("tiny").model, mlp="gelu")
+    saved(Train(gelu, OptimizerConfig(), seed=0), tmp_path / "run")
+    with pytest.raises(InputError, match="its mlp is GELU"):
+        export_llama(str(tmp_path / "run"), str(tmp_path / "hf"))
+    with ckptkit.CheckpointManager(tmp_path / "other") as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": np.arange(3.0)}))
+    with pytest.raises(InputError, match=r"not a checkpoint of the trainer: 'model\.embed' is missing"):
+        export_llama(str(tmp_path / "other"), str(tmp_path / "hf"))
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("head", ["untied", "tied"])
+def test_exported_model_gives_the_same_logits(head: Literal["tied", "untied"], tmp_path: Path) -> None:
     """An exported model would load and talk nonsense: a transposed weight, halves in the wrong order."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    base = PRESETS["25m"].model
-    size = dataclasses.replace(base.size, layers=2)  # a first and a last one: those between are mapped by one rule
-    config = dataclasses.replace(base, size=size, compute_dtype="float32", mlp="swiglu", head="untied", dropout=0.0)
-    assert isinstance(config, ModelConfig)
-    model = Transformer(config, nnx.Rngs(params=0))
+    size = dataclasses.replace(PRESETS["25m"].model.size, layers=2)  # a first and a last one: one rule maps the others
+    config = dataclasses.replace(PRESETS["25m"].model, size=size, head=head)
     train = Train(config, OptimizerConfig(), seed=0)
-    nnx.update(train.model, nnx.state(model))
     saved(train, tmp_path / "run")
-    said = ckpt("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf", "--map", RULES, "--shard-size", "10MiB")
-    assert said.code == 0
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
-    transformers.LlamaConfig(
-        vocab_size=size.vocab,
-        hidden_size=size.d_model,
-        intermediate_size=size.d_ff,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        rms_norm_eps=1e-6,
-        rope_theta=10_000.0,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path / "hf")
-    llama, info = transformers.LlamaForCausalLM.from_pretrained(
-        tmp_path / "hf", output_loading_info=True, dtype=torch.float32
-    )
+    export_llama(str(tmp_path / "run"), str(tmp_path / "hf"))
+    llama, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert type(llama).__name__ == "LlamaForCausalLM"
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert llama.dtype == torch.float32
     tokens = np.random.default_rng(0).integers(0, size.vocab, (2, 16))
     with jax.default_matmul_precision("highest"):
-        expected = np.asarray(model(jax.numpy.asarray(tokens)))
+        expected = np.asarray(train.model(jax.numpy.asarray(tokens)))
     with torch.no_grad():
         found = llama(torch.from_numpy(tokens)).logits.numpy()
     assert np.abs(expected).max() > 0.01

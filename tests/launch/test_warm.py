@@ -122,6 +122,22 @@ def test_first_attempt_teaches_the_template_what_to_import(tmp_path: Path) -> No
     assert Counter(job.texts) in ({"True": 2, "False": 2}, {"True": 1, "False": 2}), "cold first, then forked"
 
 
+def test_main_module_of_a_package_is_run_once_and_never_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its top level would run a second time in the template, and Python would warn in every restarted process."""
+    (tmp_path / "job").mkdir()
+    write(tmp_path / "job" / "__init__.py", "")
+    write(
+        tmp_path / "job" / "__main__.py",
+        "import sys, wave\nif __name__ == '__main__':\n    sys.exit(3 * (sys.argv[1] == '0'))",
+    )
+    monkeypatch.chdir(tmp_path)
+    job = Job([PYTHON, "-m", "job", "{attempt}"], processes=2, warm=WarmStart())
+    assert job.run() == ExitCode.OK
+    assert not job.texts, "a warning of Python's runpy"
+
+
 def test_failures_look_like_those_of_a_cold_start(tmp_path: Path) -> None:
     """A traceback would lead the user into our files, or an exit code be lost."""
     script = write(tmp_path / "s.py", "def f():\n    raise ValueError('mine')\nf()")
