@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, get_args
 
 import click
@@ -13,10 +16,13 @@ from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT, SizeType
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.sources import leased_sources
 from ckptkit.cli.text import count_text, group_of, print_json, print_line, print_top, shape_text, size_text
-from ckptkit.conversion import ConvertPlan, plan_convert, read_rules
+from ckptkit.conversion import ConvertPlan, Quantization, plan_convert, read_rules
 from ckptkit.conversion import convert as convert_tensors
 from ckptkit.conversion.converting import SHARD_BYTES, TargetFormat
 from ckptkit.formats import open_checkpoint
+from ckptkit.model.quantization import LeafError
+
+_ERRORS_SHOWN = 10  # of the leaves that are quantised
 
 TO = click.option("--to", type=click.Choice(get_args(TargetFormat)), required=True, help="Format of DST.")
 SHARD_SIZE = click.option(
@@ -43,6 +49,19 @@ class CastType(click.ParamType):
         return pattern, dtype
 
 
+class QuantizeType(click.ParamType):
+    """`[PATTERN=]int8`, `fp8:128x128` or `none` on the command line."""
+
+    name = "quantize"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Quantization:
+        """The quantisation, or click's message."""
+        try:
+            return value if isinstance(value, Quantization) else Quantization.of_words(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 @click.command()
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
@@ -50,6 +69,12 @@ class CastType(click.ParamType):
 @MAP
 @click.option(
     "--dtype", "casts", type=CastType(), multiple=True, metavar="PATTERN=DTYPE", help="Cast floats; repeatable."
+)
+@click.option(
+    "--quantize",
+    type=QuantizeType(),
+    metavar="[PATTERN=]TO",
+    help="Weights as int8 or fp8, with a scale for each output channel (fp8:128x128: each block); none undoes it.",
 )
 @SHARD_SIZE
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -63,6 +88,7 @@ def convert(
     to: Any,
     map_path: str | None,
     casts: tuple[tuple[str, str], ...],
+    quantize: Quantization | None,
     shard_bytes: int,
     dry_run: bool,
     resume: bool,
@@ -78,18 +104,33 @@ def convert(
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
     rules = [] if map_path is None else read_rules(map_path)
     limits: Any = {"memory_bytes": memory_bytes, "timeout_s": timeout_s}
+    work: Any = {"rules": rules, "casts": casts, "quantize": quantize, "shard_bytes": shard_bytes}
+    errors: Mapping[str, LeafError | None] = {}
     with open_checkpoint(source, timeout_s=timeout_s) as opened, leased_sources(opened.sources, timeout_s):
-        plan = plan_convert(opened, target, to, rules=rules, casts=casts, shard_bytes=shard_bytes, **limits)
+        plan = plan_convert(opened, target, to, **work, **limits)
         if not dry_run:
             with progress_bar() as progress:
-                convert_tensors(
-                    opened, plan, memory_bytes=memory_bytes, resume=resume, progress=progress, timeout_s=timeout_s
-                )
+                errors = convert_tensors(opened, plan, resume=resume, progress=progress, **limits)
     if as_json:
-        print_json({**plan.to_json(), "written": not dry_run})
+        shown = {name: None if error is None else asdict(error) for name, error in errors.items()}
+        print_json({**plan.to_json(), "written": not dry_run, "errors": shown})
     else:
         show_plan(plan, dry_run)
+        _show_errors(errors)
     return Exit.OK
+
+
+def _show_errors(errors: Mapping[str, LeafError | None]) -> None:
+    """The quantised leaves, those with the largest error first."""
+    if not errors:
+        return
+    known = sorted(errors.items(), key=lambda each: math.inf if each[1] is None else each[1].relative_rms, reverse=True)
+    rows = [
+        [name, *(("?", "?") if error is None else (f"{error.max_abs:.3g}", f"{error.relative_rms:.2%}"))]
+        for name, error in known
+    ]
+    print_line()
+    print_top([("quantised leaf", False), ("max abs error", True), ("relative RMS", True)], rows, _ERRORS_SHOWN)
 
 
 def show_plan(plan: ConvertPlan, dry_run: bool, top: int | None = None, depth: int | None = None) -> None:

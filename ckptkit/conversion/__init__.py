@@ -13,6 +13,7 @@ from ckptkit.conversion.mapping import MapRule as MapRule
 from ckptkit.conversion.mapping import cast as cast
 from ckptkit.conversion.mapping import mapped as mapped
 from ckptkit.conversion.mapping import read_rules as read_rules
+from ckptkit.conversion.quantizing import Quantization as Quantization
 from ckptkit.conversion.roots import leased as leased
 from ckptkit.conversion.statistics import Difference as Difference
 from ckptkit.conversion.statistics import Statistics as Statistics

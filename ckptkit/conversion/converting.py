@@ -17,16 +17,26 @@ from ckptkit.conversion.journal import Journal, fingerprint
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
 from ckptkit.conversion.orbax_step import require_tree, write_step
 from ckptkit.conversion.passes import BytesProgress
+from ckptkit.conversion.quantizing import (
+    Quantization,
+    QuantizedWeights,
+    dequantized,
+    quantization_config,
+    quantized,
+)
 from ckptkit.conversion.roots import require_fitting
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
+from ckptkit.inspection.places import Place
+from ckptkit.model.quantization import DTYPES, LeafError
 from ckptkit.store.backends import properties_of
 from ckptkit.util.disk_file import FileWrites
 
 TargetFormat = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 
 SHARD_BYTES = 5 << 30  # Hugging Face's own default
+_CONFIG = "config.json"  # of Hugging Face's models
 _NAMED = 5  # leaves in a note
 _PROGRESS_BYTES = 128 << 20  # written between two records of how far it is; what is lost by a crash at most
 
@@ -36,7 +46,7 @@ class ConvertPlan:
     """The tensors that will be written, in order. A dry run makes the same plan.
 
     `made_by` names the inputs that names and shapes do not show: rules, casts, the layout of cells. Resumed work must
-    have the same.
+    have the same. `quantization` is that of `--quantize`.
     """
 
     source: str
@@ -45,8 +55,13 @@ class ConvertPlan:
     tensors: Tensors
     files: tuple[FlatFile, ...]  # none for Orbax
     notes: tuple[str, ...]
-    written_bytes: int
     made_by: str = ""
+    quantization: QuantizedWeights | None = None
+
+    @property
+    def written_bytes(self) -> int:
+        """Of the files, or of the tensors where the target is Orbax's."""
+        return sum(file.size for file in self.files) or tensors_bytes(self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -72,6 +87,7 @@ def plan_convert(
     *,
     rules: Sequence[MapRule] = (),
     casts: Iterable[tuple[str, str]] = (),
+    quantize: Quantization | None = None,
     shard_bytes: int = SHARD_BYTES,
     memory_bytes: int = MEMORY_BYTES,
     timeout_s: float = 20.0,
@@ -86,7 +102,13 @@ def plan_convert(
     if to == "orbax":
         require_orbax_target(target)
         require_fitting(target, timeout_s=timeout_s)
-    tensors = cast(mapped(source.by_name(), rules), casts)
+    tensors, quantization = source.by_name(), None
+    if quantize is not None and quantize.to == "none":
+        tensors = dequantized(tensors)
+    tensors = cast(mapped(tensors, rules), casts)
+    if quantize is not None:
+        config = _model_config(source, timeout_s) if to == "hf" else None
+        tensors, quantization = _quantized(tensors, quantize, config, memory_bytes)
     if not tensors:
         raise CheckpointError(f"{source.path} has no tensor that could be converted", path=source.path)
     for name, tensor in tensors.items():
@@ -112,10 +134,10 @@ def plan_convert(
         to=to,
         tensors=tensors,
         files=files,
-        notes=tuple(_notes(source, tensors, to)),
-        written_bytes=sum(file.size for file in files) or tensors_bytes(tensors),
+        notes=tuple(_notes(source, tensors, to, quantization)),
         # Orbax's cells are as large as a block may be; of a flat file whole tensors are noted as done.
-        made_by=repr((list(rules), casts, block_bytes(memory_bytes) if to == "orbax" else None)),
+        made_by=repr((list(rules), casts, str(quantize), block_bytes(memory_bytes) if to == "orbax" else None)),
+        quantization=quantization,
     )
 
 
@@ -128,16 +150,18 @@ def convert(
     progress: BytesProgress | None = None,
     timeout_s: float = 60.0,
     beside: Mapping[str, bytes] | None = None,
-) -> None:
+) -> Mapping[str, LeafError | None]:
     """Writes what the plan lists. The target appears by one rename, after all of it is written and synced.
 
-    A directory of `hf` also has the small files `beside`, such as config.json. Bits are those of the source, except
-    where a cast was asked for. An interrupted run leaves a directory `.<target>.ckptkit-part` next to the target, which
-    `resume` continues and another run deletes; the error has a note about it. If a local source is damaged, or changes
-    while it is read, nothing is kept. In a bucket, Orbax's items are written in place, and become checkpoints with the
-    marker. Files are made on a local disk, one at a time, and uploaded. Cost: the source is read once, unless its
-    chunks lie across the target's. At most `memory_bytes` of array data are held. Requests to a bucket that does not
-    answer are retried for `timeout_s`.
+    Returns the error of each quantised leaf. Other bits are those of the source, except where a cast was asked for. A
+    directory of `hf` also has the small files `beside`, such as config.json. An interrupted run leaves a directory
+    `.<target>.ckptkit-part` next to the target, which `resume` continues and another run deletes; the error has a note
+    about it. If a local source is damaged, or changes while it is read, nothing is kept. In a bucket, Orbax's items are
+    written in place, and become checkpoints with the marker. Files are made on a local disk, one at a time, and
+    uploaded.
+
+    Cost: the source is read once, unless its chunks lie across the target's; weights that are quantised twice. At most
+    `memory_bytes` of array data are held. Requests to a bucket that does not answer are retried for `timeout_s`.
 
     Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work or
     another process makes the same target, and what reading raises.
@@ -156,6 +180,7 @@ def convert(
             if not source.proven:
                 require_unchanged(known_by, now, source.path)
             target.commit(f"Checkpoint commit was successful to {plan.target}" if plan.to == "orbax" else None)
+    return plan.quantization.errors if plan.quantization is not None else {}
 
 
 def _write_files(
@@ -199,7 +224,11 @@ def _write_files(
         mapping = {member.tensor: file.name for file in plan.files for member in file.members if member.tensor}
         size = sum(tensor.nbytes for tensor in plan.tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": mapping}
-        target.put([*beside.items(), (f"model{INDEX}", json.dumps(index, indent=1).encode())])
+        files = dict(beside)
+        if plan.quantization is not None and plan.quantization.config is not None:
+            config = {**json.loads(files.get(_CONFIG, b"{}")), **plan.quantization.config}
+            files[_CONFIG] = json.dumps(config, indent=1).encode()
+        target.put([*files.items(), (f"model{INDEX}", json.dumps(index, indent=1).encode())])
 
 
 def _write_tensors(
@@ -259,6 +288,31 @@ class _Notes:
         self._journal.add(names)
 
 
+def _quantized(
+    tensors: Tensors, wanted: Quantization, config: Mapping[str, Any] | None, memory_bytes: int
+) -> tuple[Tensors, QuantizedWeights]:
+    """The tensors with the wanted weights quantised; `config` is that of the model for Hugging Face's tools, without
+    its old quantisation."""
+    if wanted.to == "none":
+        return tensors, QuantizedWeights(by_name={}, config=config or None)
+    made, weights = quantized(tensors, wanted, DTYPES[wanted.to], memory_bytes, for_hf=config is not None)
+    if config is not None:
+        config = {**config, "quantization_config": quantization_config(tensors, weights, wanted)}
+    return made, QuantizedWeights(by_name=weights, config=config)
+
+
+def _model_config(source: Checkpoint, timeout_s: float) -> dict[str, Any]:
+    """The `config.json` of a source of Hugging Face's, without its quantisation; empty where it has none."""
+    if source.facts.kind != "directory":
+        return {}
+    text = Place.open(source.path, timeout_s=timeout_s).read(_CONFIG)
+    try:
+        found = json.loads(text or b"{}")
+        return {key: value for key, value in found.items() if key != "quantization_config"}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{source.path}/{_CONFIG} cannot be used: {error}", path=source.path) from error
+
+
 def _shards(tensors: Tensors, shard_bytes: int) -> list[dict[str, Any]]:
     """In order, as many to a file as fit; one that is larger has a file of its own."""
     shards: list[dict[str, Any]] = [{}]
@@ -281,7 +335,7 @@ def no_arrays(source: Checkpoint) -> list[str]:
     return [*[leaves] * bool(names), *(f"item {name}, which is not an array" for name in source.facts.values)]
 
 
-def _notes(source: Checkpoint, tensors: Tensors, to: TargetFormat) -> list[str]:
+def _notes(source: Checkpoint, tensors: Tensors, to: TargetFormat, quantization: QuantizedWeights | None) -> list[str]:
     """The parts that are left out, or written in another form."""
     notes = [f"damaged: {each}" for each in source.facts.problems]
     notes += [f"left out: {each}" for each in no_arrays(source)]
@@ -291,4 +345,6 @@ def _notes(source: Checkpoint, tensors: Tensors, to: TargetFormat) -> list[str]:
         notes.append(f"PRNG keys are stored as their key data, with a note of their kind: {', '.join(keys[:5])}")
     if to == "hf" and any(re.search(r"\s", name) for name in tensors):
         notes.append("a name has a space in it, which Hugging Face's models have not")
+    if quantization is not None and quantization.config is not None and "architectures" not in quantization.config:
+        notes.append(f"{_CONFIG} has quantization_config alone: add the model's own keys")
     return notes

@@ -81,13 +81,43 @@ class Cast:
     pattern: str
 
 
-Rule = Take | Rename | Skip | Init | Cast
+@dataclass(frozen=True, slots=True)
+class Quantize:
+    """Weights that match are int8 or float8_e4m3fn with scales on one side, and floats on the other: those of the new
+    model are quantised, those of the checkpoint are read back.
+
+    `pattern` and `scale` name the two leaves of a weight on the side that has scales; the wildcards of `scale` are
+    replaced as in `Rename`. By default the leaf with the scales is NAME_scale. Its shape determines which elements
+    share a scale: `[1, out]` for a weight `[in, out]` is one for each output channel.
+    Raises ValueError where the wildcards of the two differ.
+    """
+
+    pattern: str
+    scale: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None:
+            Rename(self.pattern, self.scale)
+
+    def scale_of(self, name: str) -> str | None:
+        """The leaf with the scales of a weight; None where the rule does not match."""
+        if self.scale is not None:
+            return Rename(self.pattern, self.scale).target_of(name)
+        return f"{name}_scale" if matches(self.pattern, name) else None
+
+
+Rule = Take | Rename | Skip | Init | Cast | Quantize
 
 
 def short_names(names: Sequence[str]) -> list[str]:
     """The names without the `value` that NNX puts at the end of every path; all as they are if two would be alike."""
-    short = [name.removesuffix(_NNX_LEAF) for name in names]
+    short = [without_nnx_leaf(name) for name in names]
     return short if len(set(short)) == len(names) else list(names)
+
+
+def without_nnx_leaf(name: str) -> str:
+    """A name without the `value` at its end."""
+    return name.removesuffix(_NNX_LEAF)
 
 
 def matches(pattern: str, name: str) -> bool:

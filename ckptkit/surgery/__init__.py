@@ -3,10 +3,12 @@
 from ckptkit.errors import SurgeryError as SurgeryError
 from ckptkit.model.leaf_patterns import Cast as Cast
 from ckptkit.model.leaf_patterns import Init as Init
+from ckptkit.model.leaf_patterns import Quantize as Quantize
 from ckptkit.model.leaf_patterns import Rename as Rename
 from ckptkit.model.leaf_patterns import Rule as Rule
 from ckptkit.model.leaf_patterns import Skip as Skip
 from ckptkit.model.leaf_patterns import Take as Take
+from ckptkit.model.quantization import LeafError as LeafError
 from ckptkit.surgery.applying import SurgeryReport as SurgeryReport
 from ckptkit.surgery.applying import restore_into as restore_into
 from ckptkit.surgery.planning import Leaf as Leaf

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ckptkit.errors import StepNotFoundError, SurgeryError
 from ckptkit.inspection.directories import item_kind
@@ -21,11 +23,21 @@ from ckptkit.manager.checkpoint_manager import CheckpointManager
 from ckptkit.model import paths
 from ckptkit.model.leaf_patterns import Rule
 from ckptkit.model.manifest import LeafRecord
+from ckptkit.model.quantization import (
+    LeafError,
+    blocks_of_scales,
+    dequantize,
+    error_of,
+    largest,
+    quantize,
+    scales_for,
+    spread,
+)
 from ckptkit.restore.request import Choose
 from ckptkit.restore.stock_restore import choose_of_stock
 from ckptkit.snapshot.abstract import state_of
 from ckptkit.store.roots import root_url
-from ckptkit.surgery.planning import Leaf, SurgeryPlan, plan_surgery
+from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
 
 _LOOK_S = 60.0  # for the listing that tells a root from a step
 
@@ -33,7 +45,7 @@ _LOOK_S = 60.0  # for the listing that tells a root from a step
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurgeryReport:
     """The result of a surgery: the plan, the step that it read, and from where. `proven`: every byte matched its
-    digest."""
+    digest. `errors` are those of the leaves that were quantised."""
 
     plan: SurgeryPlan
     where: str
@@ -41,6 +53,7 @@ class SurgeryReport:
     item: str
     read_bytes: Mapping[str, int]  # by tier
     proven: bool
+    errors: Mapping[str, LeafError] = field(default_factory=dict)
 
     def __str__(self) -> str:
         what = f"step {self.step}, item {self.item}" if self.step is not None else f"item {self.item}"
@@ -48,7 +61,11 @@ class SurgeryReport:
         counts = (
             f"{len(self.plan.taken)} taken, {len(self.plan.initialised)} initialised, {len(self.plan.skipped)} skipped"
         )
-        return f"{self.where}, {what} ({proof}): {counts}\n{self.plan}"
+        errors = "".join(
+            f"\nerror        {name} max abs {error.max_abs:.3g}, relative RMS {error.relative_rms:.2%}"
+            for name, error in self.errors.items()
+        )
+        return f"{self.where}, {what} ({proof}): {counts}\n{self.plan}{errors}"
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -58,6 +75,7 @@ class SurgeryReport:
             "item": self.item,
             "read_bytes": dict(self.read_bytes),
             "proven": self.proven,
+            "errors": {name: asdict(error) for name, error in self.errors.items()},
             **self.plan.to_json(),
         }
 
@@ -72,9 +90,10 @@ def restore_into(
 ) -> tuple[Any, SurgeryReport]:
     """Restores a part of a checkpoint into a changed model by `rules`. Returns the state and a record of the work.
 
-    Every leaf of `target` is either taken from the checkpoint, to the bit or (with `Cast`) in its own dtype, or keeps
-    its own value because of an `Init`. Every stored leaf is taken or skipped by a rule. Only the taken leaves are read.
-    Bytes of ckptkit's steps are verified as in `CheckpointManager.restore`; those of stock Orbax have no digests.
+    Every leaf of `target` is either taken from the checkpoint, to the bit or (with `Cast` and `Quantize`) in its own
+    dtype, or keeps its own value because of an `Init`. Every stored leaf is taken or skipped by a rule. Only the taken
+    leaves are read. Bytes of ckptkit's steps are verified as in `CheckpointManager.restore`; those of stock Orbax have
+    no digests.
 
     Args:
       source: a manager (all its tiers are looked at), a root with steps, a step's directory, or the directory of one
@@ -88,7 +107,8 @@ def restore_into(
     The state has the structure of `target` (of its state, for NNX: give it to `nnx.update`). Values that are kept are
     those of `target` themselves, not copies: use one of the two.
 
-    Cost: reads and host memory for what is taken; a cast holds one leaf twice. In a job of several processes all call
+    Cost: reads and memory for what is taken, in its stored dtype; a leaf that is cast or quantised is held twice, one
+    after the other. In a job of several processes all call
     it together. Raises `SurgeryError` with all differences before anything is read, and what `restore` raises.
     """
     state = state_of(target)
@@ -98,8 +118,10 @@ def restore_into(
     with _opened(source, step) as (read, where):
         found, read_step, read_bytes, proven = read(surgery.choose)
     plan, name = surgery.planned()
-    report = SurgeryReport(plan=plan, where=where, step=read_step, item=name, read_bytes=read_bytes, proven=proven)
-    return _assembled(state, plan, found[name]), report
+    made, errors = _assembled(state, plan, found[name])
+    return made, SurgeryReport(
+        plan=plan, where=where, step=read_step, item=name, read_bytes=read_bytes, proven=proven, errors=errors
+    )
 
 
 @dataclass(slots=True)
@@ -119,8 +141,10 @@ class _Surgery:
         leaves = jax.tree.leaves(self.state)
         chosen: dict[str, Any] = {}
         for origin, leaf in zip(plan.origins, leaves, strict=True):
-            if origin.stored is not None:
+            if origin.stored is not None and origin.act != "scales":
                 _put(chosen, origin.stored.path, _wanted(leaf, origin.stored))
+            if origin.scale is not None and origin.act == "dequantised":
+                _put(chosen, origin.scale.path, _wanted(leaf, origin.scale, whole=True))
         return {name: chosen.get("", chosen)}
 
     def planned(self) -> tuple[SurgeryPlan, str]:
@@ -193,14 +217,15 @@ def _of_record(record: LeafRecord) -> Leaf:
     return Leaf(path=record.path, shape=record.shape[: len(record.shape) - trailing], dtype=key.dtype.name)
 
 
-def _wanted(leaf: Any, stored: Leaf) -> Any:
-    """The abstract array for a stored leaf: its stored dtype, and the placement of the target's leaf."""
+def _wanted(leaf: Any, stored: Leaf, *, whole: bool = False) -> Any:
+    """The abstract array for a stored leaf: its stored dtype, and the placement of the target's leaf, or `whole` on
+    each of its devices."""
     if isinstance(leaf, bool | int | float):
         return leaf
     if isinstance(leaf, np.ndarray | np.generic):
         return np.broadcast_to(np.zeros((), np.dtype(stored.dtype)), stored.shape)
     dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(stored.dtype)
-    return jax.ShapeDtypeStruct(stored.shape, dtype, sharding=leaf.sharding)
+    return jax.ShapeDtypeStruct(stored.shape, dtype, sharding=_whole(leaf.sharding) if whole else leaf.sharding)
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
@@ -209,19 +234,93 @@ def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     tree[path[-1] if path else ""] = value
 
 
-def _get(tree: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
+def _taken(tree: Any, path: tuple[str, ...]) -> Any:
+    """A leaf, which `tree` has no more: what is made of it takes its place."""
+    for name in path[:-1]:
         tree = tree[name]
-    return tree
+    return tree.pop(path[-1]) if path else tree
 
 
-def _assembled(state: Any, plan: SurgeryPlan, found: Any) -> Any:
+def _assembled(state: Any, plan: SurgeryPlan, found: Any) -> tuple[Any, dict[str, LeafError]]:
     leaves, treedef = jax.tree_util.tree_flatten(state)
-    values = [
-        leaf if origin.stored is None else _cast(_get(found, origin.stored.path), leaf)
-        for origin, leaf in zip(plan.origins, leaves, strict=True)
-    ]
-    return jax.tree_util.tree_unflatten(treedef, values)
+    by_path = {origin.leaf.path: leaf for origin, leaf in zip(plan.origins, leaves, strict=True)}
+    made: dict[tuple[str, ...], Any] = {}
+    errors: dict[str, LeafError] = {}
+    for origin, leaf in zip(plan.origins, leaves, strict=True):
+        if origin.stored is None:
+            made[origin.leaf.path] = leaf
+        elif origin.act == "quantised" and origin.scale is not None:
+            weights, scale = _taken(found, origin.stored.path), origin.scale.path
+            values, made[scale], errors[origin.target] = _quantised(origin, weights, leaf, by_path[scale])
+            made[origin.leaf.path] = values
+        elif origin.act == "dequantised" and origin.scale is not None:
+            made[origin.leaf.path] = _dequantised(
+                _taken(found, origin.stored.path), _taken(found, origin.scale.path), leaf
+            )
+        elif origin.act == "taken":
+            made[origin.leaf.path] = _cast(_taken(found, origin.stored.path), leaf)
+    return jax.tree_util.tree_unflatten(treedef, [made[origin.leaf.path] for origin in plan.origins]), errors
+
+
+def _quantised(origin: Origin, weights: Any, leaf: Any, scale: Any) -> tuple[Any, Any, LeafError]:
+    """Values, scales and error of a weight; on the devices of `leaf` and `scale`, where they are arrays of JAX's."""
+    block = blocks_of_scales(weights.shape, scale.shape)
+    assert block is not None, "the plan has compared them"
+
+    def narrow(weights: Any) -> tuple[Any, Any, Any]:
+        xp = weights.__array_namespace__()
+        magnitudes = largest(weights, block)
+        scales = scales_for(magnitudes, np.dtype(leaf.dtype))
+        each = spread(scales, block, (0,) * weights.ndim, weights.shape)
+        values = quantize(weights, each, np.dtype(leaf.dtype))
+        wide = xp.astype(weights, np.float32)
+        lost = wide - dequantize(values, each)
+        measured = (xp.sum(wide * wide), xp.sum(lost * lost), xp.max(xp.abs(lost)), xp.max(magnitudes))
+        return values, scales, measured
+
+    if isinstance(weights, jax.Array):
+        auto = _auto(weights.sharding)
+        made = jax.jit(narrow, out_shardings=(auto, _whole(auto), None))(jax.device_put(weights, auto))
+        values, measured = jax.device_put(made[0], weights.sharding), made[2]
+        scales = jax.device_put(made[1], getattr(scale, "sharding", None) or _whole(weights.sharding))
+    else:
+        values, scales, measured = narrow(weights)
+    squares, lost_squares, max_abs, magnitude = map(float, measured)
+    if not math.isfinite(magnitude):
+        raise SurgeryError([f"{origin.target} cannot be quantised: {origin.source} has values that are not finite"])
+    return values, scales, error_of(squares, lost_squares, max_abs)
+
+
+def _dequantised(values: Any, scales: Any, leaf: Any) -> Any:
+    """The weight, rounded once to the dtype of `leaf`; on its devices, where it is an array of JAX's."""
+    block = blocks_of_scales(values.shape, scales.shape)
+    assert block is not None, "the plan has compared them"
+
+    def wide(values: Any, scales: Any) -> Any:
+        each = spread(scales, block, (0,) * values.ndim, values.shape)
+        return dequantize(values, each).astype(leaf.dtype)
+
+    if isinstance(values, jax.Array):
+        auto = [jax.device_put(each, _auto(each.sharding)) for each in (values, scales)]
+        return jax.device_put(jax.jit(wide, out_shardings=_auto(values.sharding))(*auto), values.sharding)
+    return wide(values, scales)
+
+
+def _auto(sharding: Any) -> Any:
+    """The same devices on a mesh whose axes the compiler follows: with explicit ones, blocks could not be formed."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    mesh = sharding.mesh
+    assert mesh.devices is not None, "an array is on devices"
+    auto = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return NamedSharding(auto, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _whole(sharding: Any) -> Any:
+    """On all devices of `sharding`, for an array of another shape."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+    return sharding
 
 
 def _cast(value: Any, leaf: Any) -> Any:

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.errors import SurgeryError
-from ckptkit.model.leaf_patterns import Cast, Init, Rename, Rule, Skip, Take, matches, short_names
+from ckptkit.model.leaf_patterns import Cast, Init, Quantize, Rename, Rule, Skip, Take, matches, short_names
 from ckptkit.model.manifest import describe
+from ckptkit.model.quantization import DTYPES, blocks_of_scales
 from ckptkit.snapshot.describe import leaf_path
 
-LeafOutcome = Literal["taken", "initialised"]
+LeafOutcome = Literal["taken", "initialised", "quantised", "scales", "dequantised"]
+
+_NARROW = frozenset(dtype.name for dtype in DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +36,18 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where one leaf of the new model comes from. `source` and `stored` are None where it keeps its own value."""
+    """Where one leaf of the new model comes from. `source` and `stored` are None where it keeps its own value.
+
+    `scale` is the leaf with the scales: of the new model where the leaf is quantised, of the checkpoint where it is
+    read back. A leaf of scales (`scales`) has the weight that they are made from as its source.
+    """
 
     target: str
     leaf: Leaf
     act: LeafOutcome
     source: str | None = None
     stored: Leaf | None = None
+    scale: Leaf | None = None
 
     @property
     def cast(self) -> bool:
@@ -50,6 +58,8 @@ class Origin:
         if self.stored is None:
             return f"initialised  {self.target} {self.leaf}"
         name = "" if self.source == self.target else f" from {self.source}"
+        if self.act != "taken":
+            return f"{self.act:13}{self.target} {self.leaf}{name} {self.stored.dtype}"
         dtype = f" cast from {self.stored.dtype}" if self.cast else ""
         return f"taken        {self.target} {self.leaf}{name}{dtype}"
 
@@ -82,7 +92,13 @@ class SurgeryPlan:
         """The plan as plain values."""
         return {
             "taken": [
-                {"target": o.target, "source": o.source, "dtype": o.leaf.dtype, "stored_dtype": o.stored.dtype}
+                {
+                    "target": o.target,
+                    "source": o.source,
+                    "act": o.act,
+                    "dtype": o.leaf.dtype,
+                    "stored_dtype": o.stored.dtype,
+                }
                 for o in self.origins
                 if o.stored is not None
             ],
@@ -106,21 +122,62 @@ def plan_surgery(stored: Any, target: Any, rules: Sequence[Rule]) -> SurgeryPlan
     sources, targets = named(leaves_of(stored)), named(leaves_of(target))
     used: set[Rule] = set()
     moves, skipped, differences = _moves(sources, targets, rules, used)
+    scaled = _Scaled(sources, targets, moves, rules, used)
     origins = []
     for name, leaf in targets.items():
         init = _first(rules, Init, name, used)
         coming = moves.get(name, [])
+        weight = scaled.weights.get(name)
+        if weight is not None and not coming and init is None:
+            source = moves[weight][0]
+            origins.append(Origin(target=name, leaf=leaf, act="scales", source=source, stored=sources[source]))
+            continue
         differences += _target_differences(name, leaf, coming, init)
         if init is not None:
             origins.append(Origin(target=name, leaf=leaf, act="initialised"))
         elif coming:
-            origin = Origin(target=name, leaf=leaf, act="taken", source=coming[0], stored=sources[coming[0]])
+            origin = scaled.origin(name, leaf, coming[0])
             differences += _leaf_differences(origin, _first(rules, Cast, name, used) is not None)
             origins.append(origin)
     if differences:
         raise SurgeryError(differences)
     unused = tuple(rule for rule in rules if rule not in used)
     return SurgeryPlan(origins=tuple(origins), skipped=tuple(skipped), unused_rules=unused)
+
+
+class _Scaled:
+    """The weights that are quantised or read back, where a `Quantize` matches and the other side has floats."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, Leaf],
+        targets: Mapping[str, Leaf],
+        moves: dict[str, list[str]],
+        rules: Sequence[Rule],
+        used: set[Rule],
+    ):
+        self._sources = sources
+        self._scales: dict[str, tuple[LeafOutcome, Leaf]] = {}  # by leaf of the new model
+        self.weights: dict[str, str] = {}  # of the new model, by the leaf with their scales
+        for goal, coming in list(moves.items()):
+            source, target = sources[coming[0]], targets[goal]
+            if (source.dtype in _NARROW) == (target.dtype in _NARROW):
+                continue
+            side, name = (sources, coming[0]) if source.dtype in _NARROW else (targets, goal)
+            rule, scale = _scale_of(name, rules)
+            if rule is None or scale is None or scale not in side:
+                continue
+            used.add(rule)
+            if side is targets:
+                self._scales[goal] = ("quantised", targets[scale])
+                self.weights[scale] = goal
+            else:
+                self._scales[goal] = ("dequantised", sources[scale])
+
+    def origin(self, name: str, leaf: Leaf, source: str) -> Origin:
+        """The origin of a leaf that a stored one goes to."""
+        act, scale = self._scales.get(name, ("taken", None))
+        return Origin(target=name, leaf=leaf, act=act, source=source, stored=self._sources[source], scale=scale)
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
@@ -154,7 +211,10 @@ def _moves(
     moves: dict[str, list[str]] = {}
     skipped: list[str] = []
     differences: list[str] = []
+    read_back = _scales_to_read_back(sources, targets, rules)
     for name, leaf in sources.items():
+        if name in read_back:
+            continue
         rule, goal = _rule_of(name, rules)
         if rule is None:
             differences.append(f"stored {name} {leaf} is covered by no rule: take, rename or skip it")
@@ -167,6 +227,26 @@ def _moves(
         else:
             differences.append(f"stored {name} {leaf} goes to {goal} by {rule}, and the new model has no such leaf")
     return moves, skipped, differences
+
+
+def _scales_to_read_back(
+    sources: Mapping[str, Leaf], targets: Mapping[str, Leaf], rules: Sequence[Rule]
+) -> set[str | None]:
+    """The stored leaves with scales of weights that go to floats: they go nowhere themselves."""
+    found: set[str | None] = set()
+    for name, leaf in sources.items():
+        goal = _rule_of(name, rules)[1] if leaf.dtype in _NARROW else None
+        if goal is not None and goal in targets and targets[goal].dtype not in _NARROW:
+            found.add(_scale_of(name, rules)[1])
+    return found
+
+
+def _scale_of(name: str, rules: Sequence[Rule]) -> tuple[Rule | None, str | None]:
+    """The rule by which a weight has scales, and the leaf that holds them."""
+    for rule in rules:
+        if isinstance(rule, Quantize) and (scale := rule.scale_of(name)) is not None:
+            return rule, scale
+    return None, None
 
 
 def _rule_of(name: str, rules: Sequence[Rule]) -> tuple[Rule | None, str | None]:
@@ -204,10 +284,27 @@ def _leaf_differences(origin: Origin, may_cast: bool) -> list[str]:
     assert found is not None
     if found.shape != leaf.shape:
         return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint ({origin.source})"]
+    if origin.scale is not None:
+        return _scale_differences(origin, origin.scale)
     if found.dtype == leaf.dtype:
         return []
     if "key<" in found.dtype + leaf.dtype:
         return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint: keys cannot be cast"]
     if not may_cast:
-        return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint: add Cast({origin.target!r})"]
+        scaled = " (or Quantize, for a weight with scales)" * (found.dtype in _NARROW or leaf.dtype in _NARROW)
+        add = f"add Cast({origin.target!r}){scaled}"
+        return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint: {add}"]
+    return []
+
+
+def _scale_differences(origin: Origin, scale: Leaf) -> list[str]:
+    assert origin.stored is not None
+    name = ".".join(scale.path)
+    weight = origin.stored if origin.act == "quantised" else origin.leaf
+    if "float" not in weight.dtype or "key<" in weight.dtype:
+        return [f"{origin.target} is {origin.leaf} in the new model, {origin.stored} in the checkpoint: scale floats"]
+    if blocks_of_scales(weight.shape, scale.shape) is None:
+        return [f"{origin.target} is {weight}, and the dimensions of its scales, {name} {scale}, do not divide it"]
+    if origin.act == "quantised" and scale.dtype != "float32":
+        return [f"{name} is {scale} in the new model: scales are made as float32"]
     return []

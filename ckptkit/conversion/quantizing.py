@@ -1,0 +1,331 @@
+"""`convert --quantize`: weights as int8 or float8 with scales, as Hugging Face's tools read them, and back.
+
+The names and `quantization_config` are those of the format `compressed-tensors`: `X.weight` with `X.weight_scale`. A
+Flax kernel has its scales in `kernel_scale`. Nothing is held of a weight but the block that is read, and its scales.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+import numpy as np
+
+from ckptkit.conversion.mapping import Tensors, is_floating
+from ckptkit.conversion.naming import LeafNames
+from ckptkit.errors import CheckpointError, StepNotFoundError
+from ckptkit.formats.tensors import Tensor
+from ckptkit.inspection.records import LeafInfo
+from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_patterns import without_nnx_leaf
+from ckptkit.model.manifest import describe
+from ckptkit.model.quantization import (
+    DTYPES,
+    LeafError,
+    Quantized,
+    blocks_of_scales,
+    dequantize,
+    error_of,
+    quantize,
+    scales_for,
+    spread,
+)
+
+SCALE = "_scale"
+_SUFFIXES = (SCALE, "_scale_inv")  # the second is that of models whose `quant_method` is `fp8`; it is multiplied too
+# Embeddings and the head stay as they are by default, as in the recipes of the public tools.
+_LEFT_OUT = re.compile(r"embed|(?:^|[._])(?:wte|wpe|shared|lm_head|head)(?:[._]|$)")
+_EMBEDDING = re.compile(r"embed|(?:^|[._])(?:wte|wpe)(?:[._]|$)")
+_WORDS = re.compile(r"(?:(?P<pattern>.+)=)?(?P<to>int8|fp8|none)(?::(?P<rows>[1-9]\d{0,6})x(?P<columns>[1-9]\d{0,6}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How weights are written: `to` is a narrow dtype, or `none`, which gives weights back from values and scales.
+
+    One scale for each output channel, or for each `block` of (rows, columns). `pattern` names the weights. Without it:
+    every leaf `weight` and `kernel` of two dimensions that is neither an embedding nor the head.
+    """
+
+    to: Quantized | Literal["none"]
+    block: tuple[int, int] | None = None
+    pattern: str | None = None
+
+    @classmethod
+    def of_words(cls, words: str) -> Quantization:
+        """From `[PATTERN=]int8`, `fp8:128x128` or `none`. Raises ValueError for anything else."""
+        match = _WORDS.fullmatch(words)
+        if match is None or (match["to"] == "none" and (match["rows"] or match["pattern"])):
+            raise ValueError(f"{words!r} is not none, or [PATTERN=]int8 or fp8, with :ROWSxCOLUMNS for blocks")
+        to: Any = match["to"]
+        block = (int(match["rows"]), int(match["columns"])) if match["rows"] else None
+        return cls(to, block, match["pattern"])
+
+    def __str__(self) -> str:
+        block = f":{self.block[0]}x{self.block[1]}" if self.block else ""
+        return f"{self.pattern}={self.to}{block}" if self.pattern else f"{self.to}{block}"
+
+
+@final
+class Weight:
+    """One weight that is quantised while it is read.
+
+    Cost: the weight is read twice, the first time for all its scales. They stay in `kept`, which the weights of a
+    conversion share and which holds those of one. The error is known once every element was read.
+    """
+
+    def __init__(
+        self,
+        source: Tensor,
+        dtype: np.dtype[Any],
+        block: tuple[int, ...],
+        memory_bytes: int,
+        kept: dict[Weight, np.ndarray],
+    ):
+        self._source = source
+        self._dtype = dtype
+        self._block = block
+        self._memory_bytes = memory_bytes
+        self._kept = kept
+        self._read = 0
+        self._squares = self._lost_squares = self._max_abs = 0.0
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        """One for each block."""
+        return tuple(size // rows for size, rows in zip(self._source.shape, self._block, strict=True))
+
+    def values(self, box: Box) -> np.ndarray:
+        """A box of the quantised weight."""
+        weights = self._source.read(box)
+        scales = spread(self._all_scales(), self._block, box.start, box.stop)
+        values = quantize(weights, scales, self._dtype)
+        self._measure(weights, dequantize(values, scales))
+        return values
+
+    def scales(self, box: Box) -> np.ndarray:
+        """A box of the scales."""
+        return self._all_scales()[box.slices()]
+
+    @property
+    def error(self) -> LeafError | None:
+        """None if a part of the weight was not read, or was read twice: an interrupted run has written the rest."""
+        if self._read != math.prod(self._source.shape):
+            return None
+        return error_of(self._squares, self._lost_squares, self._max_abs)
+
+    def _measure(self, weights: np.ndarray, restored: np.ndarray) -> None:
+        np.subtract(weights, restored, out=restored, casting="same_kind", dtype=np.float32)
+        self._read += weights.size
+        self._max_abs = max(self._max_abs, float(np.abs(restored).max(initial=0.0)))
+        self._lost_squares += float(np.square(restored).sum(dtype=np.float64))
+        self._squares += float(np.square(weights.astype(np.float32)).sum(dtype=np.float64))
+
+    def _all_scales(self) -> np.ndarray:
+        if self not in self._kept:
+            self._kept.clear()
+            self._kept[self] = scales_for(self._largest(), self._dtype)
+        return self._kept[self]
+
+    def _largest(self) -> np.ndarray:
+        largest = np.zeros(self.scales_shape, np.float32)
+        for box in self._source.blocks(self._memory_bytes):
+            found = np.abs(self._source.read(box).astype(np.float32))
+            places = []
+            for axis, (size, low, high) in enumerate(zip(self._block, box.start, box.stop, strict=True)):
+                edges = [low, *range((low // size + 1) * size, high, size)]
+                found = np.maximum.reduceat(found, [edge - low for edge in edges], axis=axis)
+                places.append(slice(low // size, low // size + len(edges)))
+            part = largest[tuple(places)]
+            np.maximum(part, found, out=part)
+        if not np.isfinite(largest).all():
+            raise CheckpointError(
+                f"{self._source.name} has values that are not finite in float32; leave it out with a pattern"
+            )
+        return largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeights:
+    """The weights of a conversion by name, and the content of Hugging Face's `config.json` next to them, if any."""
+
+    by_name: Mapping[str, Weight]
+    config: Mapping[str, Any] | None
+
+    @property
+    def errors(self) -> dict[str, LeafError | None]:
+        """The error of each quantised leaf, once it is written; None where an interrupted run has written a part."""
+        return {name: weight.error for name, weight in self.by_name.items()}
+
+
+def quantized(
+    tensors: Tensors, wanted: Quantization, dtype: np.dtype[Any], memory_bytes: int, *, for_hf: bool
+) -> tuple[dict[str, Tensor], dict[str, Weight]]:
+    """The tensors with the wanted weights as `dtype`, each followed by its scales.
+
+    Raises `StepNotFoundError` if no leaf is a weight or matches the pattern, `CheckpointError` for a weight that the
+    blocks do not divide, and (`for_hf`) one that Hugging Face's tools would not read.
+    """
+    names = _chosen(tensors, wanted)
+    weights: dict[str, Weight] = {}
+    kept: dict[Weight, np.ndarray] = {}
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name not in names:
+            made[name] = tensor
+            continue
+        _require_weight(name, tensor, for_hf=for_hf)
+        scale = _scale_name(name, SCALE)
+        if scale in tensors:
+            raise CheckpointError(f"{scale} exists already: is {name} quantised? Give --quantize none first")
+        weight = weights[name] = Weight(tensor, dtype, _block(name, tensor, wanted), memory_bytes, kept)
+        made[name] = replace(tensor, leaf=replace(tensor.leaf, dtype=dtype.name), fetch=weight.values, spans=())
+        leaf = LeafInfo(
+            path=_scale_path(name, tensor), kind=tensor.leaf.kind, dtype="float32", shape=weight.scales_shape
+        )
+        made[scale] = Tensor(item=tensor.item, leaf=leaf, fetch=weight.scales)
+    return made, weights
+
+
+def dequantized(tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors with every pair of values and scales as one float32 weight.
+
+    Raises `StepNotFoundError` if there is no such pair, `CheckpointError` for scales that do not divide their weight,
+    and for a zero point.
+    """
+    scales = {
+        name: (scale, block)
+        for name, tensor in tensors.items()
+        if tensor.dtype in DTYPES.values()
+        for suffix in _SUFFIXES
+        if (scale := _scale_name(name, suffix)) in tensors
+        and (block := _fitting(name, tensor, scale, tensors)) is not None
+    }
+    if not scales:
+        raise StepNotFoundError(
+            "--quantize none: no leaf of int8 or float8_e4m3fn has its scales in a leaf of the same name and _scale"
+        )
+    left_out = {scale for scale, _ in scales.values()}
+    made = {}
+    for name, tensor in tensors.items():
+        if name in scales:
+            scale, block = scales[name]
+            leaf = replace(tensor.leaf, dtype="float32")
+            made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=_Restored(tensor, tensors[scale], block).read)
+        elif name not in left_out:
+            made[name] = tensor
+    return made
+
+
+def quantization_config(tensors: Tensors, weights: Collection[str], wanted: Quantization) -> dict[str, Any]:
+    """The `quantization_config` of Hugging Face's `config.json` for these weights; activations are not quantised."""
+    strategy: dict[str, Any] = {"strategy": "channel"}
+    if wanted.block is not None:
+        is_group = wanted.block[0] == 1
+        strategy = {"strategy": "group", "group_size": wanted.block[1]}
+        strategy = strategy if is_group else {"strategy": "block", "block_structure": list(wanted.block)}
+    kind = "int" if wanted.to == "int8" else "float"
+    others = [name for name, tensor in tensors.items() if name not in weights and name.endswith(".weight")]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "format": f"{kind}-quantized",  # without, int8 weights are expected to be packed
+                "weights": {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": False, **strategy},
+            }
+        },
+        "ignore": [name.removesuffix(".weight") for name in others if len(tensors[name].shape) == 2],
+    }
+
+
+@final
+class _Restored:
+    """A weight from values and scales."""
+
+    def __init__(self, values: Tensor, scales: Tensor, block: tuple[int, ...]):
+        self._values = values
+        self._scales = scales
+        self._block = block
+
+    def read(self, box: Box) -> np.ndarray:
+        low = tuple(a // size for a, size in zip(box.start, self._block, strict=True))
+        high = tuple(-(-b // size) for b, size in zip(box.stop, self._block, strict=True))
+        high = tuple(max(a, b) for a, b in zip(low, high, strict=True))
+        scales = spread(self._scales.read(Box(low, high)), self._block, box.start, box.stop, origin=low)
+        return dequantize(self._values.read(box), scales)
+
+
+def _fitting(name: str, values: Tensor, scale: str, tensors: Tensors) -> tuple[int, ...]:
+    if (zero := name + "_zero_point") in tensors:
+        raise CheckpointError(f"{name} has a zero point ({zero}), and only symmetric weights are read")
+    scales = tensors[scale]
+    block = blocks_of_scales(values.shape, scales.shape)
+    if block is None:
+        raise CheckpointError(
+            f"{scale} is {describe(scales.dtype.name, scales.shape)}: its dimensions do not divide those of {name}, "
+            f"{describe(values.dtype.name, values.shape)}"
+        )
+    return block
+
+
+def _scale_name(name: str, suffix: str) -> str:
+    short = without_nnx_leaf(name)
+    return short + suffix + name[len(short) :]
+
+
+def _scale_path(name: str, tensor: Tensor) -> tuple[str, ...]:
+    path = tensor.leaf.path if tensor.name == name else tuple(name.split("."))
+    last = len(path) - (2 if without_nnx_leaf(name) != name else 1)
+    return (*path[:last], path[last] + SCALE, *path[last + 1 :])
+
+
+def _chosen(tensors: Tensors, wanted: Quantization) -> set[str]:
+    if wanted.pattern is None:
+        found = {name for name in tensors if _is_weight(tensors[name], name) and not _LEFT_OUT.search(name)}
+        if not found:
+            raise StepNotFoundError(f"--quantize {wanted}: no leaf `weight` or `kernel` has two dimensions; name them")
+        return found
+    found = {
+        name
+        for name in LeafNames(tensors).matching(wanted.pattern)
+        if is_floating(tensors[name]) and len(tensors[name].shape) >= 2
+    }
+    if not found:
+        raise StepNotFoundError(f"--quantize {wanted} matches no floating-point leaf of two dimensions or more")
+    return found
+
+
+def _is_weight(tensor: Tensor, name: str) -> bool:
+    last = without_nnx_leaf(name).rpartition(".")[2]
+    return last in ("weight", "kernel") and len(tensor.shape) == 2 and is_floating(tensor)
+
+
+def _require_weight(name: str, tensor: Tensor, *, for_hf: bool) -> None:
+    if tensor.dtype.kind == "c" or not all(tensor.shape):
+        raise CheckpointError(f"{name} is {describe(tensor.dtype.name, tensor.shape)}, which cannot be quantised")
+    if for_hf and (not name.endswith(".weight") or len(tensor.shape) != 2 or _EMBEDDING.search(name)):
+        raise CheckpointError(
+            f"{name} is {describe(tensor.dtype.name, tensor.shape)}: Hugging Face's tools read quantised weights of "
+            "linear layers alone, named X.weight and of two dimensions; rename it with --map, or leave it out"
+        )
+
+
+def _block(name: str, tensor: Tensor, wanted: Quantization) -> tuple[int, ...]:
+    """The elements that share a scale: all but the output channel's axis, which is the last of a Flax kernel."""
+    shape = tensor.shape
+    if wanted.block is None:
+        is_kernel = without_nnx_leaf(name).rpartition(".")[2] == "kernel"
+        return (*shape[:-1], 1) if is_kernel else (1, *shape[1:])
+    block = (*(1,) * (len(shape) - 2), *wanted.block)
+    if any(size % rows for size, rows in zip(shape, block, strict=True)):
+        raise CheckpointError(
+            f"{name} is {describe(tensor.dtype.name, shape)}, which blocks of {wanted.block[0]}x{wanted.block[1]} do "
+            "not divide; choose others, or leave it out with a pattern"
+        )
+    return block
