@@ -336,7 +336,7 @@ class _Span(AbstractContextManager[None]):
         failed: dict[str, Any] = {} if error is None else {"failed": True}
         self._log.emit(Kind.SPAN, step=self._step, span=self._name, duration_s=duration_s, **failed)
         if self._step is not None and self._name == "step":
-            heartbeat.beat(self._step)
+            heartbeat.beat(self._step, done=True)
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

@@ -37,29 +37,39 @@ def start(fd: int) -> None:
     os.close(fd)
 
 
-def beat(step: int) -> None:
-    """Marks that the step loop has reached `step`. Cost: 1 microsecond in a worker of `ckptkit run`, else nothing."""
+def beat(step: int, *, done: bool = False) -> None:
+    """Marks that the step loop has reached `step`. Cost: 1 microsecond in a worker of `ckptkit run`, else nothing.
+
+    `done`: the loop itself tells that it has made this step. From then on only such marks have a number that counts:
+    a loop may count its steps from 0, and give a save the number of steps that are made.
+    """
     if _marker is not None:
-        _marker.mark(step)
+        _marker.mark(step, done)
 
 
 class _Marker:
     def __init__(self, shared: mmap.mmap):
         self._shared = shared
         self._process = os.getpid()
-        self._count, self._step, self._at_s, self._longest_s = 0, -1, 0.0, 0.0
-        self._first_step, self._first_s = -1, 0.0
+        self._newest: tuple[int, bool] | None = None
+        self._count, self._at_s, self._longest_s = 0, 0.0, 0.0
+        self._step, self._first_step, self._first_s = -1, -1, 0.0
+        self._loop_counts = False
 
-    def mark(self, step: int) -> None:
-        if step == self._step or os.getpid() != self._process:  # the same step again, or a data worker's copy of this
+    def mark(self, step: int, done: bool) -> None:
+        if (step, done) == self._newest or os.getpid() != self._process:  # again, or a data worker's copy of this
             return
         now_s = monotonic_s()
         if self._count:
             self._longest_s = max(self._longest_s, now_s - self._at_s)
         else:
             self._first_step, self._first_s = step, now_s
-        self._count, self._step, self._at_s = self._count + 1, step, now_s
-        values = (self._count, step, now_s, self._longest_s, self._first_step, self._first_s)
+        if done and not self._loop_counts:
+            self._loop_counts, self._first_step = True, step
+        if done or not self._loop_counts:
+            self._step = step
+        self._newest, self._count, self._at_s = (step, done), self._count + 1, now_s
+        values = (self._count, self._step, now_s, self._longest_s, self._first_step, self._first_s)
         _BEAT.pack_into(self._shared, 0, *values)
 
 

@@ -1,0 +1,48 @@
+"""The steps of a worker, as its agent reads them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ckptkit.util import heartbeat
+from ckptkit.util.heartbeat import Beats
+
+
+@pytest.fixture
+def beats(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Beats | None]]:
+    """What the agent reads of this process, which is a worker now."""
+    monkeypatch.setattr(heartbeat, "_marker", None)
+    fd = os.memfd_create("beats")
+    os.ftruncate(fd, heartbeat.BYTES)
+    shared = mmap.mmap(fd, heartbeat.BYTES)
+    heartbeat.start(fd)
+    yield lambda: heartbeat.read(shared)
+    shared.close()
+
+
+def test_a_loop_that_only_saves_is_followed_by_its_saves(beats: Callable[[], Beats | None]) -> None:
+    assert beats() is None
+    for step in (7, 7, 8, 9):
+        heartbeat.beat(step)
+    found = beats()
+    assert found is not None
+    assert (found.count, found.first_step, found.step) == (3, 7, 9)
+
+
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_steps_have_the_numbers_of_the_loop_and_not_those_of_saves(
+    beats: Callable[[], Beats | None], asks_first: bool
+) -> None:
+    """A loop from 0 saves `step + 1`: one step too many would be reported as repeated after a loss."""
+    if asks_first:
+        heartbeat.beat(35)
+    for step in (35, 36, 37):
+        heartbeat.beat(step, done=True)
+        heartbeat.beat(step + 1)
+    found = beats()
+    assert found is not None
+    assert (found.count, found.first_step, found.step) == (6 + asks_first, 35, 37)
