@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from ckptkit.snapshot.items import SaveItems, abstract_items, as_it_is, save_ite
 from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
 from ckptkit.util import unproven
 from ckptkit.util.clock import Deadline
+from ckptkit.util.gc_pause import collection_paused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,21 +164,26 @@ class Saver:
         self._branch.refuse_to_start_anew(self._durable.url)
         unproven.wait()
         _refuse_unordered(self._options, request.metrics)
-        captured, due = self._capture(request, due)
-        if captured.by_orbax(due):  # what the pipeline takes it vetoes itself, where it has to
-            self._pipeline.outcomes.raise_if_stopped()
-        if not due:
-            return False
-        # Orbax writes on this thread, while no other save is in flight: such a save always waits.
-        must_wait = force or reached or captured.by_orbax(due)
-        last = None if request.last is None else request.last.deadline
-        with call.spans.measured("wait_for_prev"):
-            turn = self._pipeline.run(self._pipeline.await_turn(due, must_wait=must_wait, last=last))
-        ticket = Ticket(name=call.name, save_id=self._branch.next_save(step))
-        self._decider.taken(step, due, request.metrics)
-        self._metadata_index.taken(step, request.metrics)
-        with call.spans.measured("checkpointer_blocking"):
-            self._begin(ticket, captured, due, request, turn, call)
+        # The collector would look through thousands of objects of a save, none of which it may free.
+        with ExitStack() as until_waiting:
+            until_waiting.enter_context(collection_paused())
+            captured, due = self._capture(request, due)
+            if captured.by_orbax(due):  # what the pipeline takes it vetoes itself, where it has to
+                self._pipeline.outcomes.raise_if_stopped()
+            if not due:
+                return False
+            # Orbax writes on this thread, while no other save is in flight: such a save always waits.
+            must_wait = force or reached or captured.by_orbax(due)
+            last = None if request.last is None else request.last.deadline
+            if must_wait or last is not None or self._pipeline.busy:
+                until_waiting.close()
+            with call.spans.measured("wait_for_prev"):
+                turn = self._pipeline.run(self._pipeline.await_turn(due, must_wait=must_wait, last=last))
+            ticket = Ticket(name=call.name, save_id=self._branch.next_save(step))
+            self._decider.taken(step, due, request.metrics)
+            self._metadata_index.taken(step, request.metrics)
+            with call.spans.measured("checkpointer_blocking"):
+                self._begin(ticket, captured, due, request, turn, call)
         return True
 
     def _may_repeat(self, request: Request, there: Sequence[StepRecord]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 import ckptkit
 from ckptkit.model.manifest import ManifestText, SaveId, Writer
-from ckptkit.snapshot import describe
+from ckptkit.snapshot import describe, staging
 from ckptkit.snapshot.describe import Describer, Description, describe_items
 from ckptkit.snapshot.replicas import LocalReplicasOf
 from tests.states import abstract, make_state, put
@@ -117,3 +118,19 @@ def test_local_replicas_are_every_copy_but_the_stored_one() -> None:
     copies = [found[index] for index in range(len(found))]
     assert [(each.number, each.item, each.leaf, each.box, each.device) for each in copies] == expected
     assert all(each.nbytes == each.box.size * each.record.itemsize for each in copies)
+
+
+def test_collector_pauses_in_a_save_that_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step loop would wait until the collector has looked through every object of the process."""
+    enabled, held_arrays = list[bool](), staging.held_arrays
+
+    def noted(*args: Any) -> Any:
+        enabled.append(gc.isenabled())
+        return held_arrays(*args)
+
+    monkeypatch.setattr(staging, "held_arrays", noted)
+    with ckptkit.CheckpointManager(tmp_path / "root", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]) as manager:
+        manager.save(1, args=ocp.args.StandardSave(make_state(0)))
+        manager.wait_until_finished()
+        manager.save(2, args=ocp.args.StandardSave(make_state(0)), force=True)  # may wait for long
+        assert (enabled, gc.isenabled()) == ([False, True], True)
