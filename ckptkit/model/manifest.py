@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, final
 
@@ -82,7 +83,7 @@ class LeafRecord:
     @property
     def itemsize(self) -> int:
         """Bytes per element in host memory."""
-        return np.dtype(self.dtype).itemsize
+        return itemsize_of(self.dtype)
 
     @property
     def cell_bytes(self) -> int:
@@ -97,6 +98,12 @@ class LeafRecord:
     def describe(self) -> str:
         """Shape and dtype as error messages write them: `float32[8,4]`."""
         return describe(self.extra.get("key_impl") or self.dtype, self.shape)
+
+
+@lru_cache
+def itemsize_of(dtype: str) -> int:
+    """Bytes per element of a dtype by its name. Remembered: NumPy reads the name each time."""
+    return np.dtype(dtype).itemsize
 
 
 def describe(dtype: str, shape: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore import stock_restore
 from ckptkit.restore.assembly import Assembly
-from ckptkit.restore.place import Placer, device_buffers_of
+from ckptkit.restore.place import DEVICE_BUFFER_BYTES, Placer, device_buffers_of
 from ckptkit.restore.plan import Key, RestorePlan, plan_restore
 from ckptkit.restore.prepare import Prepared
 from ckptkit.restore.read import OnRejected, execute
@@ -89,8 +89,8 @@ class LocalRead:
             if not target.boxes and target.key[0] in kept:  # no device of this process holds any of it
                 placer.add(target, {})
         plan = prepared.plan if shared is None else _rest(prepared, shared)
-        whole = dict.fromkeys(read.key for read in plan.reads if read.key[0] in kept)
-        landed = device_buffers_of(by_key[key] for key in whole if assembly is None or key not in assembly)
+        large = dict.fromkeys([r.key for r in plan.reads if r.nbytes >= DEVICE_BUFFER_BYTES and r.key[0] in kept])
+        landed = device_buffers_of(by_key[key] for key in large if assembly is None or key not in assembly)
         durable = len(plan.tiers) - 1
         if (expect := prepared.holdings.expect) is not None:
             announced = shared.announced if shared is not None else ()
@@ -99,7 +99,7 @@ class LocalRead:
             with collection_paused():
                 expect([each for each in wanted if ((each[0], each[1].path), each[3]) not in announced])
         rejected = self.rejected(plan.save_id, proves)
-        self.meter.begin(sum(read.nbytes for read in plan.reads))
+        self.meter.begin(sum([read.nbytes for read in plan.reads]))
         told = frozenset({durable} if expect is not None else ())
         counted = self.meter.add
         read_bytes = execute(

@@ -80,10 +80,13 @@ class RestorePlan:
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes that the plan reads from each tier if every first choice verifies."""
-        read_bytes: dict[str, int] = {}
+        by_source: dict[int, int] = {}
         for read in self.reads:
-            tier = self.tiers[read.sources[0][0]]
-            read_bytes[tier] = read_bytes.get(tier, 0) + read.nbytes
+            source = read.sources[0][0]
+            by_source[source] = by_source.get(source, 0) + read.nbytes
+        read_bytes: dict[str, int] = {}
+        for source, nbytes in by_source.items():
+            read_bytes[self.tiers[source]] = read_bytes.get(self.tiers[source], 0) + nbytes
         return read_bytes
 
     def __str__(self) -> str:
@@ -156,9 +159,11 @@ def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: 
     for key, boxes in wanted.items():
         for box in boxes:
             covering = tuple(
-                (index, records)
-                for index, leaves in enumerate(held)
-                if (records := _covering(leaves.get(key, ()), box)) is not None
+                [  # no generator, here and below: it is made for every box
+                    (index, records)
+                    for index, leaves in enumerate(held)
+                    if (records := _covering(leaves.get(key, ()), box)) is not None
+                ]
             )
             if not covering:
                 raise CorruptCheckpointError(

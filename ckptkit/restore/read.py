@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from operator import ge
-from typing import Protocol, final, runtime_checkable
+from operator import attrgetter, ge
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
 
@@ -91,13 +91,15 @@ def execute(
     for box_read in plan.reads:
         _check(box_read)
     reading = _Reading(plan, readers, rejected, proven, make_block, counted)
-    waits = any(plan.remote[box_read.sources[0][0]] for box_read in plan.reads)
-    leaves = [_Leaf(key, tuple(reads)) for key, reads in groupby(plan.reads, key=lambda box_read: box_read.key)]
+    waits = any(plan.remote) and any(plan.remote[box_read.sources[0][0]] for box_read in plan.reads)
+    leaves = [_leaf(key, tuple(reads)) for key, reads in groupby(plan.reads, key=attrgetter("key"))]
     # One thread reads what is small and has not to be waited for: several are slower, they wait for the interpreter.
     at_hand = announced | {source for source, remote in enumerate(plan.remote) if not remote}
-    small = [leaf for leaf in leaves if leaf.box_bytes < SMALL_BYTES and leaf.first_sources <= at_hand]
-    chosen = {leaf.key for leaf in small}
-    large = [leaf for leaf in leaves if leaf.key not in chosen]
+    small: list[_Leaf] = []
+    large: list[_Leaf] = []
+    for leaf in leaves:
+        is_small = leaf.box_bytes < SMALL_BYTES and at_hand.issuperset([read.sources[0][0] for read in leaf.reads])
+        (small if is_small else large).append(leaf)
     threads = _REMOTE_READS if waits else copy_threads(sum(leaf.nbytes for leaf in large))
     units = reading.each_box(large) if waits else reading.shared_out(large)
     # The largest first: what is left for the end is short, so no thread waits long for another.
@@ -134,27 +136,18 @@ def execute(
     return reading.read_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
+class _Leaf(NamedTuple):
     """The boxes that are wanted of one leaf."""
 
     key: Key
     reads: tuple[BoxRead, ...]
+    nbytes: int  # of all of its boxes
+    box_bytes: int  # of its largest box
 
-    @property
-    def nbytes(self) -> int:
-        """Of all of its boxes."""
-        return sum([box_read.nbytes for box_read in self.reads])
 
-    @property
-    def box_bytes(self) -> int:
-        """Of its largest box."""
-        return max([box_read.nbytes for box_read in self.reads])
-
-    @property
-    def first_sources(self) -> set[int]:
-        """The source of its boxes if all of them verify."""
-        return {box_read.sources[0][0] for box_read in self.reads}
+def _leaf(key: Key, reads: tuple[BoxRead, ...]) -> _Leaf:
+    sizes = [box_read.nbytes for box_read in reads]
+    return _Leaf(key, reads, sum(sizes), max(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +222,10 @@ class _Reading:
             yield _Unit(part.size * read.dtype.itemsize, partial(self._read_part, read, part, shared))
 
     def _read_together(self, leaves: Sequence[_Leaf]) -> None:
-        runs = self._in_runs([read for leaf in leaves for read in leaf.reads if read.nbytes < _OWN_BYTES])
+        runs, read_bytes = self._in_runs([read for leaf in leaves for read in leaf.reads if read.nbytes < _OWN_BYTES])
         small = [read for leaf in leaves for read in leaf.reads if read.nbytes < _OWN_BYTES and id(read) not in runs]
         memory = empty_block((sum([_aligned(read.nbytes) for read in small]),), np.dtype(np.uint8))
         at = 0
-        read_bytes: dict[str, int] = {}
         found: list[tuple[Key, dict[Box, np.ndarray]]] = []
         for leaf in leaves:
             blocks = {}
@@ -241,8 +233,6 @@ class _Reading:
                 wanted = box_read.wanted
                 if (block := runs.get(id(box_read))) is not None:
                     blocks[wanted] = block
-                    tier = self._tiers[box_read.sources[0][0]]
-                    read_bytes[tier] = read_bytes.get(tier, 0) + box_read.nbytes
                     continue
                 if box_read.nbytes < _OWN_BYTES:
                     block = np.ndarray(wanted.shape, box_read.dtype, memory, at)
@@ -258,8 +248,8 @@ class _Reading:
         with self._counting:
             self._count(read_bytes)
 
-    def _in_runs(self, reads: Sequence[BoxRead]) -> dict[int, np.ndarray]:
-        """The boxes, by the `id` of their read, that their first source gives together and proven.
+    def _in_runs(self, reads: Sequence[BoxRead]) -> tuple[dict[int, np.ndarray], dict[str, int]]:
+        """The boxes, by the `id` of their read, that their first source gives together and proven; their bytes by tier.
 
         A box that it does not give is read alone, which tells why.
         """
@@ -269,12 +259,17 @@ class _Reading:
             if len(records) == 1 and records[0][1].box == read.wanted and len(records[0][1].digests) == 1:
                 by_source.setdefault(source, []).append(read)
         found: dict[int, np.ndarray] = {}
+        read_bytes: dict[str, int] = {}
         for source, several in by_source.items():
             reader = self._readers[source]
             if isinstance(reader, RunReader) and len(several) > 1:
                 blocks = reader.read_run([read.sources[0][1][0] for read in several])
-                found |= {id(read): block for read, block in zip(several, blocks, strict=True) if block is not None}
-        return found
+                given = {id(read): block for read, block in zip(several, blocks, strict=True) if block is not None}
+                if given:
+                    tier, nbytes = self._tiers[source], sum([block.nbytes for block in given.values()])
+                    read_bytes[tier] = read_bytes.get(tier, 0) + nbytes
+                found |= given
+        return found, read_bytes
 
     def _block(self, box_read: BoxRead) -> np.ndarray:
         make_block = _fresh if box_read.nbytes < _OWN_BYTES else self._make_block
@@ -325,7 +320,7 @@ class _Reading:
 
 def _check(box_read: BoxRead) -> None:
     """Nothing is allocated for what cannot be: raises `CorruptCheckpointError`."""
-    if not all(records for _, records in box_read.sources):
+    if () in [records for _, records in box_read.sources]:
         raise CorruptCheckpointError(f"leaf {box_read.key} has no box of the shape {box_read.wanted.shape}")
     if box_read.nbytes > _HOST_BYTES:
         raise CorruptCheckpointError(

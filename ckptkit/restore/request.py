@@ -18,7 +18,14 @@ from ckptkit.durable.orbax.v1_args import TreeRestore
 from ckptkit.errors import ItemNotFoundError, TreeMismatchError
 from ckptkit.model.manifest import LeafRecord, Manifest
 from ckptkit.model.verify_mode import VerifySelection
-from ckptkit.restore.tree import abstract_keys, abstract_of, key_shape, merged_leaves, sharding_of_keys
+from ckptkit.restore.tree import (
+    abstract_keys,
+    abstract_of,
+    is_plain_match,
+    key_shape,
+    merged_leaves,
+    sharding_of_keys,
+)
 from ckptkit.snapshot.describe import LeafPath, kind_of_number, leaf_path, leaves_by_path
 from ckptkit.snapshot.empty_nodes import Empty, empties_of
 from ckptkit.snapshot.small_items import STRUCTURE, gives_back
@@ -304,6 +311,8 @@ def _as_template(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]
     number) is returned unchanged: the comparison with the stored leaf names it. Raises ValueError for a template that
     is neither an array nor a number.
     """
+    if isinstance(template, jax.ShapeDtypeStruct) and record.kind == "jax" and is_plain_match(template, record):
+        return template, None  # most of them
     if isinstance(template, bool | int | float):
         return _cast_number(template, record)
     if not hasattr(template, "dtype") or not hasattr(template, "shape"):

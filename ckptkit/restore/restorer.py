@@ -23,7 +23,7 @@ from ckptkit.errors import (
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job, ScopedCoordinator
 from ckptkit.job.vote import act_together
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import SaveId, itemsize_of
 from ckptkit.model.policies import RestoreOptions
 from ckptkit.model.verify_mode import Verify, VerifySelection, begin
 from ckptkit.restore.broadcast.coordinator import Broadcaster
@@ -360,5 +360,5 @@ def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rej
 
 
 def _slot_bytes(targets: Sequence[Target]) -> int:
-    page, sizes = PAGE_BYTES, [(t.boxes, np.dtype(t.dtype).itemsize) for t in targets]
-    return sum(-(-box.size * itemsize // page) * page for boxes, itemsize in sizes for box in boxes)
+    sizes = [(target.boxes, itemsize_of(target.dtype)) for target in targets]
+    return sum([-(-box.size * itemsize // PAGE_BYTES) for boxes, itemsize in sizes for box in boxes]) * PAGE_BYTES

@@ -55,12 +55,18 @@ def targets_of(
     on_disk = {leaf.path: leaf for leaf in stored}
     differences, targets, asked = [], [], set()
     process = jax.process_index()
+    alike: dict[Any, Target] = {}  # a leaf of each shape, dtype and sharding: a state of thousands has few
     for path, leaf in wanted:
         asked.add(path)
         record = on_disk.get(path)
         if record is None:
             name = f"{item}:{'.'.join(path)}"
             differences.append(f"{name} is {_describe_abstract(leaf)} in abstract_state, but not on disk")
+        elif isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None and is_plain_match(leaf, record):
+            form = (record.shape, record.dtype, leaf.sharding)
+            if (known := alike.get(form)) is None:
+                alike[form] = known = _target(item, leaf, record, process)
+            targets.append(_named(known, (item, path)))
         elif not _same(leaf, record):
             name, described = f"{item}:{record.name}", _describe_abstract(leaf)
             differences.append(f"{name} is {record.describe()} on disk, {described} in abstract_state")
@@ -159,7 +165,18 @@ def _same(leaf: Any, record: LeafRecord) -> bool:
     impl = record.extra.get("key_impl")
     if not isinstance(leaf.dtype, np.dtype) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return impl is not None and f"key<{_short_impl(impl)}>" == leaf.dtype.name and _starts(record, leaf)
-    return impl is None and tuple(leaf.shape) == record.shape and _name_of(leaf.dtype) == record.dtype
+    return is_plain_match(leaf, record)
+
+
+def is_plain_match(leaf: Any, record: LeafRecord) -> bool:
+    """Whether a stored leaf is not a typed key, and has the shape and dtype of `leaf`."""
+    shape, dtype = record.shape, record.dtype
+    return "key_impl" not in record.extra and tuple(leaf.shape) == shape and _name_of(leaf.dtype) == dtype
+
+
+def _named(like: Target, key: Key) -> Target:
+    """The target of another leaf of the same shape, dtype and sharding."""
+    return Target(key=key, kind=like.kind, shape=like.shape, dtype=like.dtype, sharding=like.sharding, boxes=like.boxes)
 
 
 @lru_cache

@@ -129,7 +129,8 @@ def within(manifest: Manifest, size_bytes: int) -> Manifest:
     """The manifest with the boxes that lie in a slot of `size_bytes`: nothing is allocated for the others."""
 
     def cut(leaf: LeafRecord) -> LeafRecord:
-        inside = tuple(r for r in leaf.boxes if r.offset + r.box.size * leaf.itemsize <= size_bytes)
+        itemsize = leaf.itemsize
+        inside = tuple([r for r in leaf.boxes if r.offset + r.box.size * itemsize <= size_bytes])
         return leaf if len(inside) == len(leaf.boxes) else replace(leaf, boxes=inside)
 
     return replace(manifest, arrays={item: tuple(map(cut, leaves)) for item, leaves in manifest.arrays.items()})
@@ -195,7 +196,7 @@ class SlotReader:
         if self._reads is not None or stop > self.size_bytes or stop - start > _RUN_WASTE_MAX * wanted:
             return [None] * len(boxes)
         memory, copied = empty_block((stop - start,), np.dtype(np.uint8)), start
-        view = memory.data
+        view, dtypes = memory.data, dict[str, np.dtype]()
         found: list[np.ndarray | None] = []
         for (leaf, record), (at, end) in zip(boxes, spans, strict=True):
             if end > copied:
@@ -203,7 +204,8 @@ class SlotReader:
                 memory[copied - start : upto - start] = self._memory[copied:upto]
                 copied = upto
             whole = digest_of(view[at - start : end - start]) == record.digests[0]
-            found.append(np.ndarray(record.box.shape, leaf.dtype, memory, at - start) if whole else None)
+            dtype = dtypes.get(leaf.dtype) or dtypes.setdefault(leaf.dtype, np.dtype(leaf.dtype))
+            found.append(np.ndarray(record.box.shape, dtype, memory, at - start) if whole else None)
         return found
 
     def gone(self) -> bool:
