@@ -76,6 +76,8 @@ def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:
         lines.append(
             "  proven: every cell has a digest (not checked here)" if origin.proven else f"  {_unproven(found)}"
         )
+    if origin.certified:
+        lines.append("  certified: a replay came to these bits")
     lines += [f"  {name}: {_short(value)}" for name, value in origin.provenance.items()]
     if sums["leaves"] or origin.writer != "unknown":
         leaves = count_text(sums["leaves"], "leaf", "leaves")

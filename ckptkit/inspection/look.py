@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from ckptkit.durable.lifecycle.certificates import certified_saves
 from ckptkit.durable.sidecars import incomplete, of_one_save
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import (
     committed_at_s,
@@ -26,7 +27,7 @@ from ckptkit.inspection.directories import (
 from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
 from ckptkit.inspection.provenance import provenance_of
 from ckptkit.inspection.records import Inspection, Item, LeafInfo, SaveOrigin
-from ckptkit.inspection.roots import certified_in, newest_committed, read_ancestry, read_root
+from ckptkit.inspection.roots import newest_committed, read_ancestry, read_root
 from ckptkit.inspection.shares import (
     Share,
     items_missing,
@@ -99,7 +100,7 @@ def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
     )
     committed = sum(step.state == "committed" for step in steps)
     which = "the only committed step" if committed == 1 else f"the newest of {committed:,} committed steps"
-    note = f"{which} in {place.url}" + ", certified by a replay" * (newest.save_id in certified_in(place))
+    note = f"{which} in {place.url}"
     return replace(found, notes=(note, *found_in_root.notes, *found.notes), problems=(*problems, *found.problems))
 
 
@@ -127,6 +128,7 @@ def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Plac
     elif kind == "step" and not items:
         raise CorruptCheckpointError(f"{place.url} is a step without any item", path=place.url)
     origin, sidecars = _origin(place, items, notes, problems)
+    origin = replace(origin, certified=_certified(place, origin, timeout_s))
     missing = items_missing(place, ours=origin.writer == "ckptkit") if kind == "step" and place not in items else None
     if missing is not None:
         problems.append(missing)
@@ -144,6 +146,19 @@ def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Plac
         problems=tuple(problems),
         shared=shared_files(place.url),
     )
+
+
+def _certified(place: Place, origin: SaveOrigin, timeout_s: float) -> bool | None:
+    """Whether the root of a step, or of an item in one, has a certificate of the save."""
+    root, _, name = place.url.rpartition("/")
+    if paths.step_of_name(name) is None:
+        root, _, name = root.rpartition("/")
+    if origin.save_id is None or paths.step_of_name(name) is None:
+        return None
+    try:
+        return origin.save_id in certified_saves(Place.open(root, timeout_s=timeout_s).store)
+    except (StoreError, OSError):  # a reader may have the step alone
+        return None
 
 
 def _origin(

@@ -84,6 +84,7 @@ class SaveOrigin:
     """The writer. `proven`: the record of every process, with the digests of its cells, exists and is complete.
 
     `provenance` are versions, flags and command of its first process, by name, and `mesh`; empty where none is known.
+    `certified`: a replay came to the save; None if it is not one of ours, or the records of its root cannot be read.
     """
 
     writer: Literal["ckptkit", "orbax", "unknown"]
@@ -93,6 +94,7 @@ class SaveOrigin:
     hosts: tuple[str, ...] = ()
     committed_at_s: float | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)
+    certified: bool | None = None
 
     def differences(self, other: SaveOrigin) -> tuple[tuple[str, str | None, str | None], ...]:
         """How the provenance of another save differs: name, value here, value there (None: unknown). Empty if one of

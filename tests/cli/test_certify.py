@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,11 @@ def test_certified_saves_are_recorded_and_listed(ckpt: Run, root: Path) -> None:
         "difference": None,
     }
     assert certified(root) == [6, 9]
-    assert f"the newest of 3 committed steps in {root}, certified by a replay" in ckpt("inspect", root).out
+    for path, shown in {root: True, root / "6": True, root / "6" / "default": True, root / "3": False}.items():
+        assert ("  certified: a replay came to these bits" in ckpt("inspect", path).out) == shown, path
+        assert json.loads(ckpt("inspect", path, "--json").out)["origin"]["certified"] == shown, path
+    shutil.copytree(root / "6", root.parent / "alone")
+    assert json.loads(ckpt("inspect", root.parent / "alone", "--json").out)["origin"]["certified"] is None
     rows = [line.split()[:3] for line in ckpt("steps", root).out.splitlines() if "committed" in line]
     assert rows == [["3", "committed", rows[0][2]], ["6", "committed,", "certified"], ["9", "committed,", "certified"]]
 

@@ -211,7 +211,7 @@ def test_json_shape_is_documented(ckpt: Run, ours: Ours) -> None:
     top = ["format", "path", "kind", "step", "origin", "items", "totals", "shared", "notes", "problems"]
     assert list(found) == top
     assert found["format"] == 1
-    origin = ["writer", "proven", "save_id", "processes", "hosts", "committed_at_s", "provenance"]
+    origin = ["writer", "proven", "save_id", "processes", "hosts", "committed_at_s", "provenance", "certified"]
     assert list(found["origin"]) == origin
     assert list(found["items"][0]) == ["name", "kind", "layout", "stored_bytes", "value", "leaves"]
     leaf = ["name", "bytes", "path", "kind", "dtype", "shape", "cell", "sharding", "key_impl", "held_bytes"]
