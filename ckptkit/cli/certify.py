@@ -16,11 +16,12 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON, STEP_PREFIX, TIMEOUT
 from ckptkit.cli.text import count_text, print_json, print_line, printable
 from ckptkit.errors import StepNotFoundError
-from ckptkit.guard import Certificate, ReplayPlan, replay
+from ckptkit.guard import Certificate, Difference, NewSave, ReplayPlan, replay, replay_new
 from ckptkit.inspection import list_steps
 from ckptkit.manager import CheckpointManager
 
 _FORMAT = "ckptkit.certify/1"
+_POLL_S = 2.0  # between looks at the root of a running job
 
 
 @click.command()
@@ -37,6 +38,20 @@ _FORMAT = "ckptkit.certify/1"
     "--first", type=click.IntRange(min=0), metavar="STEP", help="The save to begin at [default: the last but one]."
 )
 @click.option("--last", type=click.IntRange(min=0), metavar="STEP", help="The save to end at [default: the last one].")
+@click.option(
+    "--watch",
+    "steps_max",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Replay to each new save of a running job, at most STEPS steps for one.",
+)
+@click.option(
+    "--idle-timeout",
+    "idle_timeout_s",
+    type=click.FloatRange(min=0.1),
+    metavar="SECONDS",
+    help="For --watch: end after this time without a new save [default: never].",
+)
 @STEP_PREFIX
 @DRY_RUN
 @JSON
@@ -47,6 +62,8 @@ def certify(
     program: str,
     first: int | None,
     last: int | None,
+    steps_max: int | None,
+    idle_timeout_s: float | None,
     step_prefix: str | None,
     dry_run: bool,
     as_json: bool,
@@ -57,7 +74,15 @@ def certify(
     Saves that the replay comes to are certified in ROOT, unless --dry-run is given: `restore(None, certified=True)`
     takes the newest of them. It runs the training program of FUNCTION, on the devices that JAX finds: as many as the
     run's mesh needs. Exit code 20 if a save differs.
+
+    With --watch it follows a running job from spare devices, until a save differs.
     """
+    if steps_max is not None:
+        if first is not None or last is not None or step_prefix is not None:
+            raise click.UsageError("--watch begins at the newest save: leave out --first, --last and --step-prefix")
+        return _watch(root, _plan(program, words), steps_max, idle_timeout_s, recorded=not dry_run, as_json=as_json)
+    if idle_timeout_s is not None:
+        raise click.UsageError("--idle-timeout belongs to --watch")
     listing = list_steps(root, host_id="", step_prefix=step_prefix, timeout_s=timeout_s)
     saves = [entry.step for entry in listing.steps if entry.state == "committed"]
     if len(saves) < 2:
@@ -76,9 +101,55 @@ def certify(
         print_json(_as_json(listing.root, found, recorded=not dry_run))
     else:
         _show(listing.root, found, recorded=not dry_run)
-    if found.difference is None:
+    return _ended(found.difference)
+
+
+def _watch(
+    root: str, plan: ReplayPlan, steps_max: int, idle_timeout_s: float | None, *, recorded: bool, as_json: bool
+) -> int:
+    """Shows each save as it is replayed, and at the end the share of the run's steps that were."""
+    saves: list[NewSave] = []
+    new = replay_new(root, plan, steps_max=steps_max, record=recorded, poll_s=_POLL_S, idle_timeout_s=idle_timeout_s)
+    for save in new:
+        saves.append(save)
+        if not as_json:
+            print_line(_watched(save, recorded=recorded))
+            sys.stdout.flush()  # the next one may be hours away
+    certified = [save.certificate for save in saves if save.certificate is not None]
+    replayed = sum(each.steps_replayed for each in certified)
+    run = saves[-1].step - saves[0].step if saves else 0
+    difference = certified[-1].difference if certified else None
+    if as_json:
+        print_json(
+            {
+                "format": _FORMAT,
+                "root": root,
+                "replayed_from": saves[0].step if saves else None,
+                "steps_replayed": replayed,
+                "certified": [each.steps[-1] for each in certified if each.is_certified],
+                "recorded": recorded,
+                "difference": None if difference is None else asdict(difference),
+                "not_replayed": {save.step: save.reason for save in saves if save.certificate is None},
+            }
+        )
+    elif run > 0:
+        print_line(f"{root}: {replayed} of {count_text(run, 'step')} replayed ({replayed / run:.0%})")
+    return _ended(difference)
+
+
+def _watched(save: NewSave, *, recorded: bool) -> str:
+    if save.certificate is None:
+        return f"save {save.step}: the replay begins here ({save.reason})"
+    steps = count_text(save.certificate.steps_replayed, "step")
+    if not save.certificate.is_certified:
+        return f"save {save.step}: {steps} replayed, differs"
+    return f"save {save.step}: {steps} replayed, {'certified' if recorded else 'would be certified'}"
+
+
+def _ended(difference: Difference | None) -> int:
+    if difference is None:
         return Exit.OK
-    click.echo(f"ckptkit: {printable(str(found.difference))}", err=True)
+    click.echo(f"ckptkit: {printable(str(difference))}", err=True)
     return Exit.DIFFERENT
 
 

@@ -23,5 +23,7 @@ if TYPE_CHECKING:
     from ckptkit.guard.rules import Rule as Rule
     from ckptkit.guard.rules import Spike as Spike
     from ckptkit.guard.skips import Skips as Skips
+    from ckptkit.guard.watching import NewSave as NewSave
+    from ckptkit.guard.watching import replay_new as replay_new
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -107,8 +107,8 @@ def replay(
       record: certifies the saves that were come to, in the durable root: `restore(None, certified=True)` takes the
         newest of them, and `ckptkit steps` lists them so. Cost: a small write for each.
 
-    Raises ValueError for a manager that is not read only, fewer than two saves, or steps of stock Orbax to record: they
-    have no identity. Raises what `restore` raises.
+    Raises ValueError for a manager that is not read only, fewer than two saves, batches that end before the last save,
+    or steps of stock Orbax to record: they have no identity. Raises what `restore` raises.
     """
     if not manager.is_read_only:
         raise ValueError("replay: give a manager of its own, with CheckpointManagerOptions(read_only=True)")
@@ -124,13 +124,14 @@ def replay(
     del restored
     coordinator = make_coordinator()
     for before, save in pairwise(saves):
-        for batch in islice(batches, save - before):
-            state = take_step(state, batch)
-        difference = _compared(coordinator, box_digests(state), expected[save], before, save)
+        state = steps_taken(take_step, state, batches, before, save)
+        difference = compared(coordinator, box_digests(state), expected[save], before, save)
         if difference is not None:
-            _record(manager, coordinator, [save_ids[step] for step in saves[1:] if step < save] if record else [])
+            record_certified(
+                manager, coordinator, [save_ids[step] for step in saves[1:] if step < save] if record else []
+            )
             return Certificate(steps=saves, steps_replayed=save - saves[0], difference=difference)
-    _record(manager, coordinator, list(save_ids.values()) if record else [])
+    record_certified(manager, coordinator, list(save_ids.values()) if record else [])
     return Certificate(steps=saves, steps_replayed=saves[-1] - saves[0])
 
 
@@ -145,7 +146,17 @@ def _identity(manager: CheckpointManager, step: int, record: bool) -> SaveId:
     return found
 
 
-def _record(manager: CheckpointManager, coordinator: Coordinator, saves: Sequence[SaveId]) -> None:
+def steps_taken(take_step: StepFn, state: Any, batches: Iterator[Any], first: int, stop: int) -> Any:
+    """The state after the steps from `first` to `stop`, exclusive. Raises ValueError if the batches end before."""
+    step = first
+    for batch in islice(batches, stop - first):
+        state, step = take_step(state, batch), step + 1
+    if step < stop:
+        raise ValueError(f"replay: make_batches gives no batch for step {step}, and save {stop} needs it")
+    return state
+
+
+def record_certified(manager: CheckpointManager, coordinator: Coordinator, saves: Sequence[SaveId]) -> None:
     """Certifies saves in the durable root; process 0 writes, and its error is raised on all."""
     held = [each.save_id for each in manager.steps()]
 
@@ -169,10 +180,10 @@ def _saves(manager: CheckpointManager, first: int | None, last: int | None) -> t
     return saves
 
 
-def _compared(
+def compared(
     coordinator: Coordinator, found: BoxDigests, expected: BoxDigests, before: int, save: int
 ) -> Difference | None:
-    """The same on all processes."""
+    """How a state differs from a save, by their digests: None where it does not. The same on all processes."""
     differ = [box for box in {**found, **expected} if (found.get(box) or _NONE)[0] != (expected.get(box) or _NONE)[0]]
     mine = [(found.get(box) or expected[box])[1] for box in differ]
     said = gather(coordinator, "replay", mine)

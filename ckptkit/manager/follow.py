@@ -80,17 +80,22 @@ class FollowedStep:
     proven: bool
     _manager: CheckpointManager = field(repr=False)
 
+    @property
+    def manager(self) -> CheckpointManager:
+        """Reads the root; closed at the end of the loop."""
+        return self._manager
+
     def restore(self, args: Any = None) -> Any:
         """The result of `CheckpointManager.restore` for `args`, with every byte verified. All processes call it
         together.
 
         Raises what that raises, and `CorruptCheckpointError` where the job has saved the step anew meanwhile.
         """
-        found = self._manager.restore(self.step, args=args)
-        if self._manager.restored_save_id != self.save_id:
+        found = self.manager.restore(self.step, args=args)
+        if self.manager.restored_save_id != self.save_id:
             raise CorruptCheckpointError(
                 f"step {self.step} in {self.root} was save {self.save_id} when it was found, and is save "
-                f"{self._manager.restored_save_id} now: the job went back and saved it anew; go on to the next",
+                f"{self.manager.restored_save_id} now: the job went back and saved it anew; go on to the next",
                 step=self.step,
                 path=self.root,
             )

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.guard import Certificate, NewSave
 from tests.cli.conftest import Run
 
 HERE = "tests.cli.test_certify"
@@ -107,3 +108,42 @@ def test_what_cannot_be_replayed_is_named(ckpt: Run, root: Path, tmp_path: Path)
     assert (said.code, "has no committed step 4 (--first); it has [3, 6, 9]" in said.err) == (10, True), said.err
     (tmp_path / "empty").mkdir()
     assert ckpt("certify", tmp_path / "empty", "--replay", f"{HERE}:plan").code == 10
+
+
+def test_watch_reports_what_it_covered(ckpt: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person would take a run for certified of which the spare host has replayed a tenth."""
+    monkeypatch.setattr("ckptkit.cli.certify._POLL_S", 0.01)
+    first = NewSave(step=3, reason="the first save")
+    last = NewSave(step=9, certificate=Certificate(steps=(6, 9), steps_replayed=3))
+    saves = [first, NewSave(step=6, reason="3 steps after save 3, and 2 are the most"), last]
+    monkeypatch.setattr("ckptkit.cli.certify.replay_new", lambda *_, **__: iter(saves))
+    said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--watch", "2")
+    assert said.code == 0
+    assert said.out.splitlines() == [
+        "save 3: the replay begins here (the first save)",
+        "save 6: the replay begins here (3 steps after save 3, and 2 are the most)",
+        "save 9: 3 steps replayed, certified",
+        f"{root}: 3 of 6 steps replayed (50%)",
+    ]
+
+
+def test_watch_ends_without_new_saves(ckpt: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that waits for the end of a job would wait for ever, or read another form of JSON."""
+    monkeypatch.setattr("ckptkit.cli.certify._POLL_S", 0.01)
+    watch = ("certify", root, "--replay", f"{HERE}:plan", "--watch", "3")
+    said = ckpt(*watch, "--idle-timeout", "0.1", "--json")
+    assert said.code == 0, said.err
+    assert json.loads(said.out) == {
+        "format": "ckptkit.certify/1",
+        "root": str(root),
+        "replayed_from": 9,
+        "steps_replayed": 0,
+        "certified": [],
+        "recorded": True,
+        "difference": None,
+        "not_replayed": {"9": "the first save"},
+    }
+    said = ckpt(*watch, "--first", "3")
+    assert (said.code, "--watch begins at the newest save" in said.err) == (2, True)
+    said = ckpt(*watch[:4], "--idle-timeout", "3")
+    assert (said.code, "--idle-timeout belongs to --watch" in said.err) == (2, True)

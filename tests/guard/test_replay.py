@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ckptkit
-from ckptkit.guard import Certificate, replay
+from ckptkit.guard import Certificate, NewSave, ReplayPlan, replay, replay_new
 
 MESH = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
 WHOLE, ROWS = NamedSharding(MESH, PartitionSpec()), NamedSharding(MESH, PartitionSpec("data"))
@@ -174,3 +174,96 @@ def test_steps_of_stock_orbax_cannot_be_recorded(tmp_path: Path) -> None:
             stock.save(step, args=args)
     with pytest.raises(ValueError, match="step 6 was written by stock Orbax, and has no identity to certify"):
         certify(tmp_path, record=True)
+
+
+def test_batches_that_end_too_early_are_named(tmp_path: Path) -> None:
+    """The save would be called corrupt because its last batches are missing."""
+    train(tmp_path)
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ckptkit.CheckpointManager(tmp_path, options=options) as manager:
+        few = [next(batches(9))]
+        with pytest.raises(ValueError, match="gives no batch for step 10, and save 12 needs it"):
+            replay(manager, lambda: lambda state, batch: state, lambda step, restored: few, args=wanted())
+
+
+class Job:
+    """A running job: each call of `save` is some steps and a save, and only the newest save is kept."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.step, self.state, self.data = 0, fresh(), batches(0)
+        self.manager = self._manager()
+
+    def _manager(self) -> ckptkit.CheckpointManager:
+        return ckptkit.CheckpointManager(self.root, options=ocp.CheckpointManagerOptions(max_to_keep=1))
+
+    def restart(self) -> None:
+        self.manager.close()
+        self.manager = self._manager()
+        self.manager.restore(None, args=wanted())
+
+    def save(self, steps: int, *, spoiled: bool = False) -> None:
+        for _ in range(steps):
+            rows = gradients_of(self.state, next(self.data))
+            self.state = apply(self.state, flip(rows, device=1) if spoiled else rows)
+        self.step += steps
+        args = ocp.args.Composite(state=ocp.args.StandardSave(self.state), data=ocp.args.JsonSave({"step": self.step}))
+        self.manager.save(self.step, args=args)
+        self.manager.wait_until_finished()
+
+
+def watched(root: Path, **more: Any) -> Iterator[NewSave]:
+    plan = ReplayPlan(
+        make_step=lambda: lambda state, batch: apply(state, gradients_of(state, batch)),
+        make_batches=lambda step, restored: batches(restored["data"]["step"]),
+        args=wanted(),
+    )
+    return replay_new(root, plan, steps_max=4, poll_s=0.01, idle_timeout_s=0.1, **more)
+
+
+def certified_steps(root: Path) -> list[int]:
+    return [entry.step for entry in ckptkit.list_steps(str(root), host_id="").steps if entry.certified]
+
+
+def test_new_saves_of_a_running_job_are_certified(tmp_path: Path) -> None:
+    """The watch would need saves that the job has deleted, or certify steps that it has not replayed."""
+    job = Job(tmp_path)
+    job.save(2)
+    new = watched(tmp_path)
+    assert next(new) == NewSave(step=2, reason="the first save")
+    job.save(3)
+    assert next(new) == NewSave(step=5, certificate=Certificate(steps=(2, 5), steps_replayed=3))
+    assert certified_steps(tmp_path) == [5]
+    job.save(1)
+    job.save(3)  # the watch takes the newest of the two
+    assert next(new) == NewSave(step=9, certificate=Certificate(steps=(5, 9), steps_replayed=4))
+    job.save(5)
+    assert next(new) == NewSave(step=14, reason="5 steps after save 9, and 4 are the most")
+    assert certified_steps(tmp_path) == [9]  # a lease keeps it while the watch is there
+    job.restart()
+    job.save(1)
+    assert next(new) == NewSave(step=15, reason="the job was restarted or went back")
+    job.save(2)
+    assert next(new) == NewSave(step=17, certificate=Certificate(steps=(15, 17), steps_replayed=2))
+    job.manager.close()
+    assert next(new, None) is None  # no further save
+
+
+def test_watch_ends_at_the_first_spoiled_save(tmp_path: Path) -> None:
+    """A spoiled save would be certified, or the one after it because the replay goes on from the spoiled state."""
+    job = Job(tmp_path)
+    job.save(1)
+    new = watched(tmp_path, record=False)
+    assert next(new).certificate is None
+    job.save(2)
+    (found,) = (next(new).certificate,)
+    assert found is not None
+    assert found.is_certified
+    job.save(2, spoiled=True)
+    found = next(new).certificate
+    assert found is not None
+    assert found.difference is not None
+    assert (found.difference.after_step, found.difference.step) == (3, 5)
+    job.manager.close()
+    assert next(new, None) is None
+    assert certified_steps(tmp_path) == []
