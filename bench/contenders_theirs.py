@@ -110,13 +110,17 @@ class OrbaxV1:
 class TorchDcp:
     """`torch.distributed.checkpoint.async_save` of CPU tensors that share the boxes' memory; needs torch.
 
-    Restored into tensors, then placed on devices like everybody's.
+    It stages into shared memory that is kept from save to save, as a loop with tensors of its own does: three times as
+    fast as the default, and faster than `DefaultStager`, which keeps nothing for tensors that are new at each save. One
+    thread writes: two take longer here. Restored into tensors, then placed on devices like everybody's.
     """
 
     def __init__(self, root: Path):
         self.name = "torch_dcp"
         self._torch: Any = importlib.import_module("torch")
         self._dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+        staging: Any = importlib.import_module("torch.distributed.checkpoint.staging")
+        self._stager = staging.BlockingAsyncStager(cache_staged_state_dict=True)
         self._root = root
         self._root.mkdir(parents=True)
         self._future: Any = None
@@ -131,7 +135,12 @@ class TorchDcp:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX's views are read-only, and torch warns for each
             tensors = {key: self._torch.from_numpy(np.asarray(data)) for key, data in boxes.items()}
-            self._future = self._dcp.async_save(tensors, checkpoint_id=str(self._root / str(step)), no_dist=True)
+            if self._stager.state_dict_cache is None:  # its own would be pinned memory, which needs CUDA
+                shared = {key: self._torch.empty_like(each).share_memory_() for key, each in tensors.items()}
+                self._stager.state_dict_cache = shared
+            self._future = self._dcp.async_save(
+                tensors, checkpoint_id=str(self._root / str(step)), async_stager=self._stager, no_dist=True
+            )
 
     def committed_s(self) -> float:
         """When the future was there."""

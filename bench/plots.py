@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 
 from bench.rows import Row
 
-_OURS, _PEER, _LIMIT = "#1f6f8b", "#b0b0b0", "#e8a33d"
+_OURS, _PEER, _TORCH, _LIMIT = "#1f6f8b", "#b0b0b0", "#808080", "#e8a33d"
 # The README's picture: what is compared, in words, and what the limit is.
 _FRONT = {
     ("stall", "stall_ms_per_save"): (
         "a save takes from a loop that keeps\nall cores busy, ms: less is better",
         "one plain copy",
     ),
-    ("stall", "stall_idle_ms_per_save"): ("from one whose step runs elsewhere,\nms: less is better", "one plain copy"),
+    ("stall", "stall_idle_ms_per_save"): ("from one whose step runs elsewhere,\nms: less is better", ""),
     ("faults", "goodput"): ("goodput, a failure a minute:\nmore is better", "saves for free"),
     ("faults", "lost_work_s"): ("work done again in such a run, s:\nless is better", ""),
 }
@@ -48,7 +48,9 @@ def _bars(rows: Sequence[Row], titles: Sequence[str], limits: Sequence[str], pat
         bars = [("ckptkit", row.ours, _OURS)]
         if row.peer is not None:
             bars.append((row.peer_name, row.peer, _PEER))
-        if row.limit is not None:
+        if row.torch is not None:
+            bars.append(("torch_dcp", row.torch, _TORCH))
+        if row.limit and limit:
             bars.append((limit, row.limit, _LIMIT))
         drawn = axes.bar(
             [name for name, _, _ in bars], [value for _, value, _ in bars], color=[color for _, _, color in bars]

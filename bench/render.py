@@ -17,11 +17,14 @@ README_FIGURES = {
     ("faults", "goodput"): "goodput of a training with injected faults",
     ("faults", "lost_work_s"): "work that a training repeated after injected faults",
     ("faults", "wrong_runs"): "trainings with injected faults and bit flips that ended with wrong bits",
+    ("faults", "resume_s"): "from an injected kill of such a training to its next step",
     ("stall", "stall_ms_per_save"): "stall of a save while the step keeps all cores busy",
-    ("stall", "stall_idle_ms_per_save"): "stall of a save while the step runs elsewhere",
+    ("stall", "stall_idle_ms_per_save"): "stall of a save while the step runs elsewhere, as accelerators stage",
+    ("stall", "stall_idle_ms_per_save.cpu"): "the same, as the CPU backend stages by default",
     ("commit", "commit_gbps"): "from `save` to the commit on the ramdisk",
     ("commit", "cpu_s_per_gb"): "processor time of a save",
     ("restore", "restore_gbps"): "restore from the ramdisk, every byte verified",
+    ("durable", "disk_bytes"): "bytes of a durable step on a disk",
     ("durable", "bucket_save_requests"): "requests of a save to a bucket",
     ("durable", "bucket_restore_requests"): "requests of a restore from a bucket",
     ("corruption", "restored_wrong"): "damaged files (injected) restored as something else, without an error",
@@ -52,8 +55,10 @@ def report(rows: Sequence[Row]) -> str:
     parts = [
         "# Results of the benchmarks\n",
         "Written by `make figures` from `bench/results`; no figure is typed by hand. All values are medians. "
-        '"Stock Orbax" is the fastest way of stock Orbax that was measured. "Limit" is one plain copy on this '
-        'machine (for `faults`: a checkpoint that costs nothing). "n" is the number of samples of ckptkit. '
+        '"Stock Orbax" is the fastest way of stock Orbax that was measured, and the ratio is over it. "Torch DCP" is '
+        '`torch.distributed.checkpoint`. "Limit" is one plain copy on this machine (for `faults`: a checkpoint that '
+        "costs nothing). It is 0 where the copy can run while the step computes elsewhere. Where a contender was "
+        'faster than the plain copy, it is that contender, with its name. "n" is the number of samples of ckptkit. '
         "Methods and negative results: "
         "[LOG.md](LOG.md).\n",
     ]
@@ -71,13 +76,15 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Iterable[tuple[str, Row]]) -> str:
-    lines = ["| what | state | ckptkit | stock Orbax | limit | ratio | n |", "|---|---|---|---|---|---|---|"]
+    lines = ["| what | state | ckptkit | stock Orbax | torch DCP | limit | ratio | n |", f"|{'---|' * 8}"]
     for label, row in rows:
-        peer = "-" if row.peer is None else f"{_number(row, row.peer)} ({row.peer_name})"
-        limit = "-" if row.limit is None else _number(row, row.limit)
+        peer, torch, limit = (
+            "-" if value is None else _number(row, value) + f" ({name})" * bool(name)
+            for value, name in ((row.peer, row.peer_name), (row.torch, ""), (row.limit, row.limit_name))
+        )
         ratio = "-" if row.ratio is None else f"{row.ratio:.2g}"
         told = f"{label}, {unit}" if (unit := _unit(row.figure)) else label
-        cells = (told, row.case, _number(row, row.ours), peer, limit, ratio, str(row.samples))
+        cells = (told, row.case, _number(row, row.ours), peer, torch, limit, ratio, str(row.samples))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -35,7 +35,7 @@ def test_hand_edited_figure_is_replaced() -> None:
     ]
     written = with_table(f"before\n{BEGIN}\n| typed |\n{END}\nafter", rows)
     assert "typed" not in written
-    assert f"| {README_FIGURES['stall', 'stall_ms_per_save']}, ms | s | 5 | 20 (o) | - | 0.25 | 1 |" in written
+    assert f"| {README_FIGURES['stall', 'stall_ms_per_save']}, ms | s | 5 | 20 (o) | - | - | 0.25 | 1 |" in written
     assert written.startswith("before\n")
     assert written.endswith("\nafter")
     assert with_table(written, rows) == written
@@ -60,6 +60,34 @@ def test_report_uses_the_best_peer_mode_and_newest_result(tmp_path: Path) -> Non
     assert row.ratio == pytest.approx(2.2)
     slow = rows_of([compared([-3.0], peers, "stall_ms_per_save", "x")])[0]
     assert (slow.peer_name, slow.ratio) == ("orbax_async", None), "of a cost the least is best; below zero is noise"
+
+
+def test_torch_has_a_column_and_limits_are_never_beaten() -> None:
+    """A reader would miss the widest-used peer, or see a save that is faster than what is called possible."""
+    by_name = {"orbax_v1": [70.0], "torch_dcp": [2476.0], "limit": [147.0], "ckptkit_auto": [240.0]}
+    result = compared([7.0], by_name, "stall_idle_ms_per_save", "x")
+    result["states"]["125m@1"]["details"] = {"strategies": {"stall_idle_ms_per_save": "device_copy"}}
+    staged, default = rows_of([result])
+    assert (staged.ours, staged.torch, staged.limit, staged.limit_name) == (7.0, 2476.0, 0.0, "")
+    assert (default.figure, default.ours, default.ratio) == (
+        "stall_idle_ms_per_save.cpu",
+        240.0,
+        pytest.approx(240 / 70),
+    )
+    (beaten,) = rows_of([compared([12.0], {"torch_dcp": [3.0], "limit": [11.0]}, "ssd_commit_gbps", "x")])
+    assert (beaten.limit, beaten.limit_name) == (12.0, "ckptkit")
+    assert "| 12 | - | 3 | 12 (ckptkit) | - | 1 |" in report([beaten])
+    for row in rows_of(newest_results()):
+        seen = [value for value in (row.ours, row.peer, row.torch) if value is not None]
+        if row.limit is not None and row.benchmark in ("stall", "commit", "restore", "durable"):
+            best = max(seen) if row.figure.endswith("_gbps") else min(seen)
+            assert best <= row.limit if row.figure.endswith("_gbps") else best >= row.limit, row
+
+
+def test_readme_has_figures_at_which_ckptkit_loses() -> None:
+    """A table of wins alone would not be believed, and rightly so."""
+    lost = {(row.benchmark, row.figure) for row in rows_of(newest_results()) if row.ratio is not None and row.ratio > 1}
+    assert {("faults", "resume_s"), ("stall", "stall_idle_ms_per_save.cpu")} <= lost & set(README_FIGURES)
 
 
 def test_every_kind_of_result_has_rows() -> None:
