@@ -35,6 +35,20 @@ FIGURES: Mapping[str, str] = {
     "bucket_save_requests": "requests of a save",
     "bucket_restore_requests": "requests of a restore",
 }
+# Of `gpu`, by their words: the samples of a contender, and what they are multiplied with.
+GPU_FIGURES = {
+    "first save blocks, ms": ("first_ready_s", 1e3),
+    "save blocks, state ready, ms": ("ready_s", 1e3),
+    "save blocks, step in flight, ms": ("in_flight_s", 1e3),
+    "step, ms": ("step_s", 1e3),
+    "step after a save, ms": ("step_after_save_s", 1e3),
+    "committed to the ramdisk, s": ("committed_s", 1.0),
+    "restore, s": ("restore_s", 1.0),
+    "compiled in the first save, s": ("first_compiled_s", 1.0),
+    "host memory above, GB": ("host_bytes", 1e-9),
+    "peak of a device so far, GB": ("device_peak_bytes", 1e-9),
+}
+
 KEYS = tuple(dict.fromkeys(figure.partition(".")[0] for figure in FIGURES))
 
 Samples = dict[str, dict[str, list[float]]]  # figure -> contender (or a variant of one) -> samples

@@ -17,24 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.environment import environment
+from bench.figures import GPU_FIGURES
 from bench.gpu_worker import OURS, PEERS
 from bench.measure import now_s
+from bench.rows import rows_of
 
 _ROOT = Path(__file__).parent.parent
 _CONTENDERS = (*OURS, *PEERS)
-# Figures of a contender: the samples, their unit, and how many of them make one.
-FIGURES = {
-    "first save blocks, ms": ("first_ready_s", 1e3),
-    "save blocks, state ready, ms": ("ready_s", 1e3),
-    "save blocks, step in flight, ms": ("in_flight_s", 1e3),
-    "step, ms": ("step_s", 1e3),
-    "step after a save, ms": ("step_after_save_s", 1e3),
-    "committed to the ramdisk, s": ("committed_s", 1.0),
-    "restore, s": ("restore_s", 1.0),
-    "compiled in the first save, s": ("first_compiled_s", 1.0),
-    "host memory above, GB": ("host_bytes", 1e-9),
-    "peak of a device so far, GB": ("device_peak_bytes", 1e-9),
-}
 
 
 @click.command()
@@ -46,7 +35,12 @@ FIGURES = {
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Saves after the first.")
 @click.option("--minutes", type=float, default=8.5, show_default=True, help="Nothing more is begun after these.")
 @click.option("--ramdisk", default="/dev/shm", show_default=True, help="A memory-backed mount.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every sample, as JSON.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Every sample, as JSON, and a picture next to it.",
+)
 def main(
     platform: str,
     devices: int,
@@ -87,6 +81,10 @@ def main(
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(result, indent=1) + "\n")
+        if rows := rows_of([result]):
+            from bench.plots import draw_rows  # half a second that the other benchmarks do not pay
+
+            draw_rows(rows, json_path.with_suffix(".png"))
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -99,7 +97,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_column("figure (median)")
         for who in state["contenders"]:
             table.add_column(who, justify="right")
-        for figure, (samples, unit) in FIGURES.items():
+        for figure, (samples, unit) in GPU_FIGURES.items():
             cells = [_median(found.get(samples, []), unit) for found in state["contenders"].values()]
             table.add_row(figure, *cells)
         console.print(table)

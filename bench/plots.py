@@ -29,13 +29,18 @@ def draw(rows: Sequence[Row], results: Path, front: Path) -> list[Path]:
     for benchmark, group in groupby(rows, key=lambda row: row.benchmark):
         compared = [row for row in group if row.peer is not None]
         if compared:
-            titles = [f"{row.figure}\n{row.case}, n = {row.samples}" for row in compared]
-            written.append(_bars(compared, titles, ["limit"] * len(titles), results / f"{benchmark}.png"))
+            written.append(draw_rows(compared, results / f"{benchmark}.png"))
     chosen = [(row, *_FRONT[key]) for key in _FRONT for row in rows if (row.benchmark, row.figure) == key]
     if chosen:
         titles, limits = [title for _, title, _ in chosen], [limit for _, _, limit in chosen]
         written.append(_bars([row for row, _, _ in chosen], titles, limits, front))
     return written
+
+
+def draw_rows(rows: Sequence[Row], path: Path) -> Path:
+    """Writes one picture of these rows to `path`, and returns it."""
+    titles = [f"{row.figure}\n{row.case}, n = {row.samples}" for row in rows]
+    return _bars(rows, titles, ["limit"] * len(titles), path)
 
 
 def _bars(rows: Sequence[Row], titles: Sequence[str], limits: Sequence[str], path: Path) -> Path:

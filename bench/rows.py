@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fault_places import OURS as OURS_UNDER_FAULTS
-from bench.figures import FIGURES, median
+from bench.figures import FIGURES, GPU_FIGURES, median
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("orbax_async", "orbax_tuned", "orbax_v1", "orbax_sync")
@@ -63,7 +63,7 @@ def rows_of(results: Iterable[Mapping[str, Any]]) -> list[Row]:
         read = _READERS.get(result["benchmark"], _compared)
         for row in read(result):
             found[row.benchmark, row.case, row.figure] = row
-    order = ["stall", "commit", "restore", "durable", *_READERS]
+    order = ["stall", "commit", "restore", "durable", *_READERS, "gpu_on_cpu"]
     return sorted(found.values(), key=lambda row: order.index(row.benchmark))
 
 
@@ -400,6 +400,33 @@ def _convert(result: Mapping[str, Any]) -> Iterable[Row]:
         )
 
 
+def _gpu(result: Mapping[str, Any]) -> Iterable[Row]:
+    """Virtual devices have rows of their own: their figures say nothing of a GPU."""
+    for case, state in result["states"].items():
+        found = {name: _medians(samples) for name, samples in state["contenders"].items()}
+        for meaning, (figure, _) in GPU_FIGURES.items():
+            peers = {name: each[figure] for name, each in found.items() if name in PEERS and figure in each}
+            best = min(peers, key=lambda name: peers[name]) if peers else ""
+            ours = "ckptkit" if "ckptkit" in found else next(iter(found))
+            if figure in found[ours]:
+                yield Row(
+                    benchmark="gpu_on_cpu" if result["platform"] == "cpu" else "gpu",
+                    case=case,
+                    figure=figure,
+                    meaning=f"{ours}: {meaning.rpartition(',')[0]}",
+                    ours=found[ours][figure],
+                    peer=peers.get(best),
+                    peer_name=best,
+                    samples=len(state["contenders"][ours][figure]),
+                    load=_load(result),
+                )
+
+
+def _medians(samples: Mapping[str, Iterable[float | None]]) -> dict[str, float]:
+    known = {figure: [each for each in values if each is not None] for figure, values in samples.items()}
+    return {figure: median(values) or 0.0 for figure, values in known.items() if values}
+
+
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "faults": _faults,
     "corruption": _corruption,
@@ -413,4 +440,5 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "simulate": _simulate,
     "inspect": _inspect,
     "convert": _convert,
+    "gpu": _gpu,
 }

@@ -66,6 +66,7 @@ StagingChoice = Strategy | Literal["auto"]
 DurableBusy = Literal["wait", "skip"]
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "::0", "0", "*")
 OnDifference = Literal["report", "keep", "stop"]
+DIFFERENCES_NAMED = 8  # of those between replicas of one save, of each kind: more are not looked into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,12 +156,27 @@ class ReplicaPolicy:
     the save copies there. `report`: an event reports a difference, and the save continues. `keep`: the save is dropped
     everywhere, so that the last step whose replicas agreed stays the newest. `stop`: the same, and `save`,
     `check_for_errors`, `wait_until_finished` and `close` raise `ReplicaMismatchError`. All processes give the same.
+
+    `reported_max` is for runs with nondeterministic kernels (GPUs without `--xla_gpu_deterministic_ops`), whose
+    replicas differ although no device is broken. They differ in many boxes at once, a broken device in few. A save
+    whose replicas differ in more boxes than `reported_max` (1 to 7) reports none of them. Only with `report`.
     """
 
     on_difference: OnDifference = "report"
     local_bytes_max: int | None = 64 << 20
+    reported_max: int | None = None
 
     def __post_init__(self) -> None:
+        if self.reported_max is not None:
+            if not 1 <= self.reported_max < DIFFERENCES_NAMED:
+                raise ValueError(
+                    f"reported_max={self.reported_max}: give 1 to {DIFFERENCES_NAMED - 1} boxes, or None to report all"
+                )
+            if self.on_difference != "report":
+                raise ValueError(
+                    f"on_difference={self.on_difference!r} refuses a save before it is known how many boxes differ: "
+                    "give reported_max=None, or on_difference='report'"
+                )
         if self.on_difference not in get_args(OnDifference):
             raise ValueError(f"on_difference {self.on_difference!r}: give one of {', '.join(get_args(OnDifference))}")
         if self.local_bytes_max is not None and self.local_bytes_max < 0:

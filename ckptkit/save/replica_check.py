@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from ckptkit.errors import CheckpointError, ReplicaMismatchError
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId, digest_of
-from ckptkit.model.policies import ReplicaPolicy
+from ckptkit.model.policies import DIFFERENCES_NAMED, ReplicaPolicy
 from ckptkit.save.outcomes import Outcomes
 from ckptkit.save.protocol import Agree, Effect, Veto
 from ckptkit.snapshot.describe import Description, Digests
@@ -31,8 +32,8 @@ from ckptkit.snapshot.replicas import (
 from ckptkit.snapshot.shards import Held
 
 FANOUT = 32  # into so many parts a differing range of boxes is cut
-FOLLOWED = 8  # differences that are looked into, of each kind; more are not named
 _SAID_HOLDERS = 16
+_log = logging.getLogger("ckptkit")
 
 _Range = tuple[str, int, int]  # of the boxes `start` to `stop` that the processes of a set of that name hold
 
@@ -54,8 +55,8 @@ class ReplicaComparison:
 
     Processes exchange one hash for each set of processes with common boxes (about 50 bytes each; one set per way of
     replication), whatever the number of leaves. Only if hashes differ, the processes of those sets exchange `FANOUT`
-    hashes of each of at most `FOLLOWED` ranges (10 kB per process), until single boxes are named. No device collective
-    is launched.
+    hashes of each of at most `DIFFERENCES_NAMED` ranges (10 kB per process), until single boxes are named. No device
+    collective is launched.
     """
 
     def __init__(self, policy: ReplicaPolicy | None, job: Job, outcomes: Outcomes, host: str):
@@ -91,7 +92,7 @@ class ReplicaComparison:
             return None
         process = self._coordinator.process
         sets = {name: boxes for name, boxes in shared.boxes.items() if process in shared.holders[name]}
-        local = differing_local_replicas(shared.description, local_replicas, digests)[:FOLLOWED]
+        local = differing_local_replicas(shared.description, local_replicas, digests)[:DIFFERENCES_NAMED]
         return {
             "sets": {name: hash_of(boxes, digests) for name, boxes in sets.items()},
             "local": [self._local(shared.description, local_replicas, each, digests) for each in local],
@@ -136,6 +137,9 @@ class ReplicaComparison:
         shared = self._of(description)
         ranges: list[_Range] = [(each, 0, len(shared.boxes[each])) for each in found["sets"]]
         differences = [*found["local"], *(yield from self._look_into(save_id, name, shared, ranges, digests))]
+        if self._policy.reported_max is not None and len(differences) > self._policy.reported_max:
+            _log.debug("replicas differ in %d boxes or more: as by nondeterministic kernels", len(differences))
+            return None
         for each in differences:
             self._events.emit(Kind.REPLICAS_DIFFER, step=save_id.step, policy=self._policy.on_difference, **each)
         if self._policy.on_difference == "report":
@@ -166,8 +170,8 @@ class ReplicaComparison:
         ranges: list[_Range],
         digests: Mapping[int, Digests] | None,
     ) -> Generator[Effect, Any, list[dict[str, Any]]]:
-        """The boxes that differ in `ranges`, at most `FOLLOWED`. A channel of its own: if these exchanges fail, the
-        next save's comparison is unaffected, and a difference is named by its processes alone."""
+        """The boxes that differ in `ranges`, at most `DIFFERENCES_NAMED`. A channel of its own: if these exchanges
+        fail, the next save's comparison is unaffected, and a difference is named by its processes alone."""
         found: list[dict[str, Any]] = []
         while ranges:
             asked = [*map(list, ranges)]
@@ -180,7 +184,7 @@ class ReplicaComparison:
                 return [*found, *(_unnamed(shared.holders[name], str(error)) for name, _, _ in ranges)]
             found += [_named(shared, each) for each in verdict["boxes"]]
             ranges = [(name, start, stop) for name, start, stop in verdict["ranges"]]
-        return found[:FOLLOWED]
+        return found[:DIFFERENCES_NAMED]
 
     def _hashes(self, shared: _Shared, ranges: Sequence[_Range], digests: Mapping[int, Digests]) -> dict[str, Any]:
         hashes = {}
@@ -227,7 +231,10 @@ def _first_look(values: Sequence[Any]) -> dict[str, Any]:
     local = list(
         {(each["item"], each["leaf"], str(each["box"]), str(each["holders"])): each for each in every}.values()
     )
-    return {"sets": [name for name in sorted(sets) if len(sets[name]) > 1][:FOLLOWED], "local": local[:FOLLOWED]}
+    return {
+        "sets": [name for name in sorted(sets) if len(sets[name]) > 1][:DIFFERENCES_NAMED],
+        "local": local[:DIFFERENCES_NAMED],
+    }
 
 
 def _narrowed(holders: Mapping[str, BoxHolders], values: list[Any]) -> dict[str, Any]:
@@ -250,7 +257,7 @@ def _narrowed(holders: Mapping[str, BoxHolders], values: list[Any]) -> dict[str,
             said = sorted(held, key=lambda process: process not in suspects)[:_SAID_HOLDERS]
             who = [[process, values[process]["host"], held[process], process in suspects] for process in said]
             boxes.append({"set": name, "at": a, "held": who})
-    return {"ranges": ranges[:FOLLOWED], "boxes": boxes[:FOLLOWED]}
+    return {"ranges": ranges[:DIFFERENCES_NAMED], "boxes": boxes[:DIFFERENCES_NAMED]}
 
 
 def _parts(start: int, stop: int) -> list[tuple[int, int]]:

@@ -148,6 +148,27 @@ def test_comparison_rotates_over_the_copies(tmp_path: Path) -> None:
     assert len(said) < saves, "not all at every save"
 
 
+def test_many_differences_are_those_of_nondeterministic_kernels(tmp_path: Path) -> None:
+    """A run on GPUs would report every save, and nobody would see the broken device among them."""
+    few = {name: put(np.full((4, 4), number, np.float32)) for number, name in enumerate("abcdef")}
+    many = {name: with_bad_copy(array, 1) for name, array in few.items()}
+    job = Job(tmp_path, saving=ckptkit.SaveOptions(replicas=ReplicaPolicy(reported_max=3)))
+    with job.manager as manager:
+        for step, state in enumerate((many, {**few, "a": many["a"]})):
+            job.save(step, state)
+            manager.wait_until_finished()
+    assert [(event.step, event.fields["leaf"]) for event in job.differing()] == [(1, "a")]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"reported_max": 0}, {"reported_max": 8}, {"reported_max": 3, "on_difference": "stop"}]
+)
+def test_threshold_that_cannot_be_applied_is_refused(fields: Any) -> None:
+    """A save would be refused for what the policy says is expected, or nothing would ever be left out."""
+    with pytest.raises(ValueError, match=r"reported_max"):
+        ReplicaPolicy(**fields)
+
+
 def test_rotation_compares_each_copy_before_any_repeats() -> None:
     """Some copies would be compared all the time, others never."""
 
