@@ -24,6 +24,7 @@ import ckptkit
 from ckptkit.durable.cells import unchanged
 from ckptkit.durable.commit import make_attempt
 from ckptkit.model.manifest import SaveId
+from ckptkit.save import disk_copy
 from ckptkit.slots import arena
 from ckptkit.slots.reader import read_manifests
 from ckptkit.store import open_store
@@ -51,13 +52,14 @@ def main() -> None:
 
 @contextmanager
 def small_leaves_shared() -> Iterator[None]:
-    """A frozen leaf of 3 kB is in data files of its own, which durable steps take over from each other."""
-    usual = unchanged.LEAF_BYTES_MIN, unchanged.GROUP_BYTES_MIN
-    unchanged.LEAF_BYTES_MIN = unchanged.GROUP_BYTES_MIN = 1
+    """A frozen leaf of 3 kB is in data files of its own, which durable steps take over from each other, and is left as
+    it is in a slot on a disk."""
+    usual = unchanged.LEAF_BYTES_MIN, unchanged.GROUP_BYTES_MIN, disk_copy.KEPT_BYTES_MIN
+    unchanged.LEAF_BYTES_MIN = unchanged.GROUP_BYTES_MIN = disk_copy.KEPT_BYTES_MIN = 1
     try:
         yield
     finally:
-        unchanged.LEAF_BYTES_MIN, unchanged.GROUP_BYTES_MIN = usual
+        unchanged.LEAF_BYTES_MIN, unchanged.GROUP_BYTES_MIN, disk_copy.KEPT_BYTES_MIN = usual
 
 
 def make_state(step: int, branch: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Kind(StrEnum):
     # due in the durable tier; policy "wait" if it waited for saves
     STAGED = "staged"
     # step is whole in tier on ALL processes: fields bytes, duration_s since staged; shared_bytes and shared_from if a
-    # durable step took data files over from the step before
+    # durable step took data files over from the step before; kept_bytes of a slot on a disk that had them already
     COMMITTED = "committed"
     SKIPPED = "save_skipped"  # dropped everywhere: fields reason, policy: skip (too early), wait (in vain), veto
     # replicas hold different bits: fields item, leaf, box, holders (process, host, device, digest), suspects, policy

@@ -92,15 +92,19 @@ class Flusher:
         ended = [worker.close(deadline.left_s) for worker in self._workers]
         return all(ended)
 
-    def begin_disk(self, save: Save, slot: Slot, extents: Sequence[SlotExtent], size_bytes: int) -> DiskFlush | None:
+    def begin_disk(
+        self, save: Save, slot: Slot, extents: Sequence[SlotExtent], size_bytes: int, sealed: SealedSave | None = None
+    ) -> DiskFlush | None:
         """Begins to copy `slot` to the disk tier while boxes are still copied into it: as they come when `extents` are
-        to be filled, at once without. None where the disk is still busy with an older step, or promised to it.
+        to be filled, at once without; `sealed` is the save then. None where the disk is still busy with an older step,
+        or promised to it.
         """
         disk = self._tiers.disk
         with self._disk_lock:
             if disk is None or not self._disk.idle or self._disk_promised_to not in {None, save.name}:
                 return None
-            begun = DiskFlush(copy=self._machinery.make_disk_copy(slot, extents, size_bytes, disk))
+            digests = None if sealed is None else sealed.cell_digests()
+            begun = DiskFlush(copy=self._machinery.make_disk_copy(slot, extents, size_bytes, disk, digests))
             self._tiers.staging.lease(slot)
             self._disk.submit(lambda: self._flush_to_disk(save, slot, begun, disk))
         return begun
@@ -127,7 +131,7 @@ class Flusher:
         begun = save.snapshot.disk if save.snapshot is not None else None
         try:
             if SSD in accepted:
-                begun = begun or self.begin_disk(save, slot, (), save.description.slot_bytes)
+                begun = begun or self.begin_disk(save, slot, (), save.description.slot_bytes, sealed)
                 assert begun is not None, "the disk was promised to this save"
                 begun.decided.set_result((save, sealed))
             if PEER in accepted and self._copying is not None and self._tiers.peer_copies is not None:
@@ -206,7 +210,7 @@ class Flusher:
                 disk.release(copied)
         if decided is None:
             return
-        work = _DiskWork(decided[0], decided[1], copied, disk, self._outcomes)
+        work = _DiskWork(decided[0], decided[1], copied, disk, self._outcomes, begun.copy.kept_bytes)
         if failure is not None:
             refusal = self._outcomes.refused(work.save, SSD, failure)
         yield from self._voting.run(work, refusal=refusal, gone=DURABLE not in work.save.due)
@@ -225,7 +229,7 @@ class Flusher:
                 forced=save.forced,
             )
             self._outcomes.phase(save_id, "committed_here", DURABLE)
-            self._outcomes.committed(save, DURABLE, None, shared=self._tiers.durable.shared)
+            self._outcomes.committed(save, DURABLE, None, self._tiers.durable.shared)
         except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
             self._outcomes.failed(save_id, DURABLE, error)
         finally:
@@ -291,8 +295,11 @@ class _DiskWork(TierWork):
 
     CHANNEL = "disk-commit"
 
-    def __init__(self, save: Save, sealed: SealedSave, copied: Slot | None, disk: Arena, outcomes: Outcomes):
+    def __init__(
+        self, save: Save, sealed: SealedSave, copied: Slot | None, disk: Arena, outcomes: Outcomes, kept_bytes: int
+    ):
         super().__init__(SSD, self.CHANNEL, save)
+        self._kept = {"kept_bytes": kept_bytes} if kept_bytes else {}
         self._sealed, self._copied, self._disk, self._outcomes = sealed, copied, disk, outcomes
 
     def act(self) -> SaveProtocol:
@@ -305,7 +312,7 @@ class _DiskWork(TierWork):
 
     def keep(self) -> None:
         """See `TierWork.keep`."""
-        self._outcomes.committed(self.save, SSD, self._disk)
+        self._outcomes.committed(self.save, SSD, self._disk, self._kept)
 
     def drop(self) -> None:
         """See `TierWork.drop`."""

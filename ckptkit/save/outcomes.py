@@ -77,8 +77,9 @@ class Outcomes:
         self.under_way.advance()
         self._events.emit(Kind.PHASE, step=save_id.step, tier=tier, phase=phase)
 
-    def committed(self, save: Save, tier: str, arena: Arena | None, shared: Mapping[str, int] | None = None) -> None:
-        """All processes hold the save in `tier`, which the log has booked. `shared`: see `DurableSteps`."""
+    def committed(self, save: Save, tier: str, arena: Arena | None, unwritten: Mapping[str, int] | None = None) -> None:
+        """All processes hold the save in `tier`, which the log has booked. `unwritten`: fields about the bytes that
+        were there already."""
         if tier == MEMORY:
             return
         self._ledger.hold(save.save_id, tier, save.description.held_bytes)
@@ -90,7 +91,7 @@ class Outcomes:
             bytes=save.description.held_bytes,
             duration_s=round(clock.monotonic_s() - save.staged_s, 6),
             **({"method": arena.method} if arena is not None and arena.synced else {}),
-            **(shared or {}),
+            **(unwritten or {}),
         )
 
     def committed_by_orbax(self, save_id: SaveId, began_s: float) -> None:

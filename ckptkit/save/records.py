@@ -122,6 +122,11 @@ class SealedSave:
         digests = (self.digests[number] for number in range(len(self.description.extents)))
         return self.description.text.to_bytes(self.save_id, self.writer, slot, digests, self.inline, custom=self.custom)
 
+    def cell_digests(self) -> dict[tuple[int, int], str]:
+        """The digest of each cell, by its byte range in a slot."""
+        numbered = ((extent.cells, self.digests[extent.number]) for extent in self.description.extents)
+        return {cell: digest for cells, digests in numbered for cell, digest in zip(cells, digests, strict=True)}
+
     def manifest(self, slot: Slot) -> Manifest:
         """The same as records, for a tier that has another layout."""
         arrays = describe.with_digests(self.description, self.digests)

@@ -11,11 +11,11 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, final
+from typing import Final, Protocol, TypeVar, final
 
 import numpy as np
 
@@ -36,6 +36,18 @@ from ckptkit.util.pages import populate
 ALL = "committed by all"
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The bytes of a slot on a disk, as far as they are known: a digest for each cell, by its byte range. `kept_saves`:
+    how many saves in a row have left some of them as they were."""
+
+    digests: Mapping[tuple[int, int], str]
+    kept_saves: int = 0
+
+
+UNKNOWN: Final = Contents({})
+
+
 @dataclass(eq=False, slots=True)
 class Slot:
     """One reusable block of host memory. `memory` is a flat uint8 view; no jax.Array may reference it."""
@@ -44,6 +56,7 @@ class Slot:
     memory: np.ndarray
     save_id: SaveId | None = None  # the save in its committed manifest
     leases: int = 0  # who reads or writes it now
+    contents: Contents = UNKNOWN  # whoever writes the slot sets it; unknown again where a write or a sync fails
 
 
 class Reusable(Protocol):
@@ -220,7 +233,9 @@ class Arena:
         if self._store is not None:
             refuse_unreadable(len(manifest))
             if slot.name in self._files:
-                self._files[slot.name].sync()
+                contents, slot.contents = slot.contents, UNKNOWN
+                self._files[slot.name].sync()  # a later sync does not write what a failed one has lost
+                slot.contents = contents
             try:
                 self._store.put(manifest_name_of(save_id), manifest, mode="create")
             except FileExistsError:
@@ -372,7 +387,7 @@ class Arena:
         refuse_beyond(
             self._room(), missing_bytes, f"slot {self._name}/{slot.name} needs {size_bytes} bytes", self._less
         )
-        slot.memory = np.empty(0, np.uint8)
+        slot.memory, slot.contents = np.empty(0, np.uint8), UNKNOWN
         if self.synced and self.directory is not None:
             self._unmap(slot)
             self._files[slot.name] = allocated(DiskFile, self.directory / slot.name, size_bytes)
@@ -392,6 +407,7 @@ class Arena:
         file = self._files[slot.name]
         if slot.save_id is not None:
             return
+        slot.contents = UNKNOWN
         if file.is_new:
             file.fill()
         if not self._probed:

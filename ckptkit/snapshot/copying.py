@@ -17,17 +17,18 @@ from ckptkit.snapshot.describe import Description, Digests, SlotExtent
 from ckptkit.snapshot.shards import Shard
 from ckptkit.util.sharing import SMALL_BYTES, copy_threads, share_work
 
+Copied = Callable[[int, int, str], None]  # of a cell: its byte range in the slot, and its digest
 WINDOW_BYTES = 256 << 20  # of host memory for each device whose boxes are being transferred
 
 
 def copy_shards(
-    shards: list[Shard], memory: np.ndarray, copied: Callable[[int, int], None] = lambda start, stop: None
+    shards: list[Shard], memory: np.ndarray, copied: Copied = lambda start, stop, digest: None
 ) -> dict[int, Digests]:
     """Copies shards into a slot and returns the digests of their cells, by the number of the box.
 
     Waits for the arrays to be ready, then runs at memory speed on several threads: each byte is read from memory
-    once, digested, and copied from the cache. `copied(start, stop)` is called from these threads as soon as the bytes
-    of a cell are in the slot. Empties `shards` and drops each array as soon as its cells are in the slot. No view of
+    once, digested, and copied from the cache. `copied` is called from these threads as soon as the bytes of a cell
+    are in the slot. Empties `shards` and drops each array as soon as its cells are in the slot. No view of
     an array is kept: on the CPU backend a held view would make the next donating step allocate afresh.
 
     Transfers from all devices run in parallel. Host memory in addition to the slot: `transfer_bytes`.
@@ -47,7 +48,7 @@ def copy_shards(
         found = digests[extent.number]
         if extent.kept:
             found[index] = copy_digested(piece, memory[start:stop])
-            copied(start, stop)
+            copied(start, stop, found[index])
         else:
             found[index] = digest_of(piece)
 

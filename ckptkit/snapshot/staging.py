@@ -32,7 +32,7 @@ import numpy as np
 
 from ckptkit.model.policies import StagingChoice, Strategy
 from ckptkit.slots.host_memory import HostMemory, available_bytes
-from ckptkit.snapshot.copying import copy_shards
+from ckptkit.snapshot.copying import Copied, copy_shards
 from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
 from ckptkit.snapshot.shards import Held, Shard, held_arrays
@@ -76,13 +76,13 @@ class Stager:
         description: Description,
         trees: Mapping[str, Any],
         memory: np.ndarray,
-        copied: Callable[[int, int], None] | None = None,
+        copied: Copied | None = None,
         compared: Sequence[Held] = (),
     ) -> Staging:
         """Stages the state of one save by `choice`; returns as soon as the strategy lets the step loop go on.
 
         With `gate` the caller must not donate the state before `finish` has returned; with the others it may at once.
-        `copied(start, stop)` is told, on any thread, which bytes of `memory` are final. `compared` are arrays of the
+        `copied` is told, on any thread, which bytes of `memory` are final. `compared` are arrays of the
         same state that are only digested (`ckptkit.snapshot.replicas`), at the same moment as the others.
         """
         with jax.transfer_guard("allow"):  # a guard is for the caller's transfers
@@ -257,7 +257,7 @@ def _nbytes(held: Held) -> int:
     return sum(extent.stop - extent.offset for extent in held.extents)
 
 
-def _untold(start: int, stop: int) -> None:
+def _untold(start: int, stop: int, digest: str) -> None:
     """Nobody follows the copy."""
 
 

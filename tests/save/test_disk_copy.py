@@ -6,16 +6,20 @@ import errno
 import itertools
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ckptkit
 from ckptkit.errors import StoreFullError
-from ckptkit.model.manifest import Manifest, SaveId, Writer
+from ckptkit.model.manifest import Manifest, SaveId, Writer, digest_of
 from ckptkit.save import disk_copy
 from ckptkit.save.disk_copy import DiskCopy
 from ckptkit.slots.arena import Arena, Slot
@@ -138,11 +142,10 @@ class Source:
 
     def fill(self, copy: DiskCopy, start: int, stop: int) -> None:
         self.slot.memory[start:stop] = self.final[start:stop]
-        copy.filled(start, stop)
+        copy.filled(start, stop, digest_of(self.final[start:stop]))
 
 
-def committed(arena: Arena, copied: Slot) -> bytes:
-    save = SaveId(1, 1, 0)
+def committed(arena: Arena, copied: Slot, save: SaveId = SaveId(1, 1, 0)) -> bytes:  # noqa: B008  frozen
     writer = Writer(process=0, count=1, host="h")
     manifest = Manifest(save_id=save, writer=writer, slot=copied.name, arrays={}, inline={})
     arena.commit(copied, save, manifest.to_bytes())
@@ -176,6 +179,86 @@ def test_copy_is_complete_in_any_fill_order(
     on_disk = committed(arena, copied)
     for extent in source.extents:
         assert on_disk[extent.offset : extent.stop] == source.final[extent.offset : extent.stop].tobytes()
+    arena.close()
+
+
+def copied_again(arena: Arena, source: Source, save: SaveId) -> tuple[bytes, int]:
+    """What the slot holds after a copy of all of `source`, and how many bytes of it were not written."""
+    copy = DiskCopy(source.slot, source.extents, source.size, arena)
+    for extent in source.extents:
+        for start, stop in extent.cells:
+            source.fill(copy, start, stop)
+    copied = copy.run()
+    assert copied is not None
+    found = committed(arena, copied, save)
+    arena.release(copied)
+    return found, copy.kept_bytes
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=6),
+    changes=st.lists(st.sets(st.integers(0, 5)), min_size=2, max_size=6),
+)
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_slot_holds_the_save_whatever_did_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int], changes: list[set[int]]
+) -> None:
+    """A cell that changed, or that lies on a page with one, would keep its old bytes."""
+    monkeypatch.setattr(disk_copy, "PIECE_BYTES", 2 * PAGE)
+    monkeypatch.setattr(disk_copy, "KEPT_BYTES_MIN", PAGE)
+    arena = Arena.open(tmp_path / str(next(_serial)), 0, slots=1, synced=True)
+    source = Source(sizes)
+    for step, changed in enumerate(changes):
+        for extent in source.extents:
+            if extent.number in changed:
+                source.final[extent.offset : extent.stop : 900] ^= 1 + step
+        on_disk, kept_bytes = copied_again(arena, source, SaveId(1, step, 0))
+        for extent in source.extents:
+            assert on_disk[extent.offset : extent.stop] == source.final[extent.offset : extent.stop].tobytes()
+        assert step == 0 or changed or kept_bytes == source.size
+    arena.close()
+
+
+@pytest.mark.parametrize("fails", ["write", "sync", "abandoned"])
+def test_nothing_is_kept_of_a_slot_whose_last_write_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Half of an older save would be committed under the name of a new one."""
+    arena = Arena.open(tmp_path, 0, slots=1, synced=True)
+    source = Source([300 * PAGE])
+    copied_again(arena, source, SaveId(1, 1, 0))
+    source.final[:PAGE] ^= 1
+    copy = DiskCopy(source.slot, source.extents, source.size, arena)
+    with monkeypatch.context() as broken, suppress(OSError):
+        if fails == "abandoned":
+            copy.abandon()
+        else:
+            broken.setattr(DiskFile, fails, _broken)
+        for start, stop in source.extents[0].cells:
+            source.fill(copy, start, stop)
+        if (copied := copy.run()) is not None:
+            try:
+                committed(arena, copied, SaveId(1, 2, 0))
+            finally:
+                arena.release(copied)
+    on_disk, kept_bytes = copied_again(arena, source, SaveId(1, 3, 0))
+    assert kept_bytes == 0
+    assert on_disk[: source.size] == source.final[: source.size].tobytes()
+    assert copied_again(arena, source, SaveId(1, 4, 0))[1] == source.size
+    arena.close()
+
+
+def _broken(*_: object) -> None:
+    raise OSError(errno.EIO, "broken")
+
+
+def test_cells_are_written_again_after_many_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of the disk that has lost its bytes would be damage of every save of a long run."""
+    monkeypatch.setattr(disk_copy, "KEPT_SAVES_MAX", 3)
+    arena = Arena.open(tmp_path, 0, slots=1, synced=True)
+    source = Source([300 * PAGE])
+    kept = [copied_again(arena, source, SaveId(1, step, 0))[1] > 0 for step in range(9)]
+    assert kept == [False, True, True, True, False, True, True, True, False]
     arena.close()
 
 
@@ -235,3 +318,38 @@ def test_slot_under_construction_is_waited_for(tmp_path: Path) -> None:
     source = Source([PAGE])
     assert DiskCopy(source.slot, (), source.size, arena).run() is taken[0]
     arena.close()
+
+
+def test_restart_from_the_disk_gives_frozen_and_changed_leaves(tmp_path: Path) -> None:
+    """A LoRA run that comes back from the SSD would train on another base than it had, or write its base every time."""
+    kept = dict[int | None, int]()
+    log = ckptkit.EventLog()
+    log.observe(
+        lambda event: kept.update({event.step: event.fields.get("kept_bytes", 0)}) if event.tier == "ssd" else None
+    )
+    options = ocp.CheckpointManagerOptions(save_interval_steps=1000)
+    base = np.random.default_rng(1).standard_normal((256, 1024)).astype(np.float32)
+
+    def state(step: int) -> dict[str, Any]:
+        return {"base": jnp.asarray(base), "adapter": jnp.full((40, 30), float(step))}
+
+    def tiers(*, ram: bool) -> list[ckptkit.Tier]:
+        ssd = ckptkit.Tier.ssd(str(tmp_path / "ssd"), save=ckptkit.EverySteps(1), slots=2)
+        return [ckptkit.Tier.ram(str(tmp_path / "ram"), slots=2)] * ram + [ssd]
+
+    with ckptkit.CheckpointManager(
+        tmp_path / "root", options=options, tiers=tiers(ram=True), host_id="h", events=log
+    ) as manager:
+        for step in range(1, 7):
+            manager.save(step, args=ocp.args.StandardSave(state(step)))  # pyright: ignore[reportCallIssue]
+            manager.wait_until_finished()
+    assert kept == {1: 0, 2: 0, 3: base.nbytes, 4: base.nbytes, 5: base.nbytes, 6: base.nbytes}
+    assert {(each.step, each.state) for each in ckptkit.verify(str(tmp_path / "ssd")).steps} == {
+        (5, "proven"),
+        (6, "proven"),
+    }
+    with ckptkit.CheckpointManager(tmp_path / "root", options=options, tiers=tiers(ram=False), host_id="h") as manager:
+        assert manager.latest_step() == 6
+        found = manager.restore(6, args=ocp.args.StandardRestore(state(0)))  # pyright: ignore[reportCallIssue]
+    assert np.asarray(found["base"]).tobytes() == base.tobytes()
+    assert np.asarray(found["adapter"]).tobytes() == np.asarray(state(6)["adapter"]).tobytes()

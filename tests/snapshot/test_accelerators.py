@@ -243,7 +243,7 @@ def test_copies_are_dropped_as_soon_as_they_are_in_the_slot() -> None:
     memory = np.zeros(description.slot_bytes, np.uint8)
     alive = []
 
-    def buffers(start: int, stop: int) -> None:
+    def buffers(start: int, stop: int, _: str) -> None:
         alive.append(
             len({array.unsafe_buffer_pointer() for array in jax.live_arrays() if array.shape == (PIECE // 4,)})
         )
@@ -307,7 +307,7 @@ def test_transfers_stay_within_the_window(monkeypatch: pytest.MonkeyPatch) -> No
     memory = np.zeros(description.slot_bytes, np.uint8)
     local = shards.local_shards(description, {"default": state})
     watched = [(Array(array, number), extent) for number, (array, extent) in enumerate(local)]
-    digests = copying.copy_shards(watched, memory, lambda start, stop: ended.append(start))
+    digests = copying.copy_shards(watched, memory, lambda start, stop, _: ended.append(start))
     assert len(begun) == len(ended) == len(digests) == 40
     assert 1 < max(most) <= 4  # a cell is told before it leaves the window
     assert copying.transfer_bytes(description) == 7 * PIECE - PIECE

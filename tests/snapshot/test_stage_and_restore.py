@@ -230,7 +230,7 @@ def test_large_states_are_copied_completely_by_several_threads(monkeypatch: pyte
     memory = np.full(description.slot_bytes, 0xEE, np.uint8)
     said: list[tuple[int, int]] = []
     digests = copying.copy_shards(
-        shards.local_shards(description, {"state": tree}), memory, lambda start, stop: said.append((start, stop))
+        shards.local_shards(description, {"state": tree}), memory, lambda start, stop, _: said.append((start, stop))
     )
     assert sorted(said) == sorted(cell for extent in description.extents for cell in extent.cells)
     for leaf in describe.with_digests(description, digests)["state"]:

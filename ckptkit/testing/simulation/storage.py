@@ -163,12 +163,14 @@ class SimArena:
 class SimDiskCopy:
     """A copy into a disk arena: what the source holds when the copy ends."""
 
-    def __init__(self, source: SimSlot, extents: Any, size_bytes: int, arena: SimArena):
-        del extents
+    kept_bytes = 0
+
+    def __init__(self, source: SimSlot, extents: Any, size_bytes: int, arena: SimArena, digests: Any = None):
+        del extents, digests
         self._source, self._size_bytes, self._arena = source, size_bytes, arena
         self._abandoned = False
 
-    def filled(self, start: int, stop: int) -> None:
+    def filled(self, start: int, stop: int, digest: str) -> None:
         """See `DiskCopy.filled`."""
 
     def abandon(self) -> None:
