@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any
 LIMIT_S = 240.0
 LARGE = (8, 1024, 256)  # leaves of float32: 8 MB, several rounds of the smallest budget
 SMALLEST = 1 << 20
+ROWS, ROWS_OF_A_CELL = (1003, 256), 64
 
 
 def main() -> None:
@@ -36,6 +38,7 @@ def main() -> None:
     acts: list[Callable[[], None]] = [
         job.every_dtype,
         job.whole_replicas,
+        job.rows_of_one_leaf,
         job.replicas_inside_a_process,
         job.nothing_in_common,
         job.too_small,
@@ -165,6 +168,21 @@ class Job:
         state = plain(4)
         self.save("four", state)
         self.restore("four", "four", state)
+
+    def rows_of_one_leaf(self) -> None:
+        """A leaf of 1,003 rows that every process holds, in cells of 64 rows: each writes some of them."""
+        import jax
+        import numpy as np
+        import orbax.checkpoint as ocp
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        value = np.arange(math.prod(ROWS), dtype=np.float32).reshape(ROWS)
+        whole = NamedSharding(jax.make_mesh((jax.device_count(),), ("all",)), PartitionSpec())
+        state = {"w": jax.make_array_from_callback(ROWS, whole, lambda index: value[index])}
+        chunks = {"w": ocp.SaveArgs(chunk_byte_size=ROWS_OF_A_CELL * ROWS[1] * 4)}
+        with self.manager("rows") as manager:
+            manager.save(0, args=ocp.args.StandardSave(state, save_args=chunks))  # pyright: ignore[reportCallIssue]
+        self.found["rows"] = {"step": str(self._root / "rows" / "0")}
 
     def replicas_inside_a_process(self) -> None:
         """Eight replicas: each process has two."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
-from tests.multiprocess.broadcast_job import LARGE, SMALLEST
+from tests.multiprocess.broadcast_job import LARGE, ROWS, ROWS_OF_A_CELL, SMALLEST
 
 PROCESSES = 4
 LARGE_BYTES = math.prod(LARGE) * 4
@@ -52,6 +57,22 @@ def durable_bytes(acts: Found) -> int:
 
 def wanted_bytes(each: dict[str, Any]) -> int:
     return sum(each["sources"].values())
+
+
+def test_rows_of_one_leaf_are_written_by_all_its_holders(found: Found) -> None:
+    """One process would write all of a leaf of many GB, while the links of the others are idle; or stock Orbax would
+    not read what several wrote."""
+    step = Path(found[0]["rows"]["step"])
+    written = [
+        sum(file.stat().st_size for file in (step / f"default/ocdbt.process_{process}/d").iterdir())
+        for process in range(PROCESSES)
+    ]
+    leaf_bytes, cell_bytes = math.prod(ROWS) * 4, ROWS_OF_A_CELL * ROWS[1] * 4
+    records = 8192  # of the tree of each process
+    assert max(written) <= leaf_bytes / PROCESSES + cell_bytes + records, written
+    target = {"w": jax.ShapeDtypeStruct(ROWS, np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))}
+    restored = ocp.StandardCheckpointer().restore(step / "default", target)["w"]
+    assert (np.asarray(restored) == np.arange(math.prod(ROWS), dtype=np.float32).reshape(ROWS)).all()
 
 
 def test_every_dtype_is_broadcast_bit_exact(found: Found) -> None:
