@@ -3,52 +3,115 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import grain
 import numpy as np
 import pytest
 
 from ckptkit import ElasticBatches
 from ckptkit.job.data.position import joined
+from ckptkit.testing.bucket import BucketServer
 
 RECORDS, BATCH = 30, 6
 
 
-def array_record(root: Path) -> Any:
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A directory to write files of data in, and where they are then: there, or in a bucket."""
+
+    written: Path
+    bucket: Any  # a file system of fsspec; None for a disk
+
+    def local(self) -> Path:
+        """The directory for readers that know local files alone."""
+        if self.bucket is None:
+            return self.written
+        here = self.written.with_name("fetched")
+        self.bucket.get(self.stored(), str(here), recursive=True)
+        return here
+
+    def stored(self) -> str:
+        """The directory for readers that take a file system."""
+        if self.bucket is None:
+            return str(self.written)
+        self.bucket.put(str(self.written), "data/set", recursive=True)
+        return "data/set"
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
+    written = tmp_path / "written"
+    written.mkdir()
+    if request.param == "disk":
+        yield Files(written, None)
+        return
+    with BucketServer(dir=tmp_path / "bucket", buckets=["data"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        yield Files(written, fsspec.filesystem("gs", token="anon", skip_instance_cache=True))
+
+
+def array_record(files: Files) -> Any:
     """Records by index, from two files."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    paths = []
-    for part in range(2):
-        paths.append(str(root / f"{part}.array_record"))
-        writer = ArrayRecordWriter(paths[-1], "group_size:1")
+    names = [f"{part}.array_record" for part in range(2)]
+    for part, name in enumerate(names):
+        writer = ArrayRecordWriter(str(files.written / name), "group_size:1")
         for record in range(part * RECORDS // 2, (part + 1) * RECORDS // 2):
             writer.write(bytes([record, 0]))
         writer.close()
-    source: Any = grain.sources.ArrayRecordDataSource(paths)
+    local = files.local()
+    source: Any = grain.sources.ArrayRecordDataSource([str(local / name) for name in names])
     return grain.MapDataset.source(source).seed(1).shuffle().map(lambda data: data[0])
 
 
-def parquet(root: Path) -> Any:
-    """A stream for each of three files."""
+def parquet(files: Files) -> Any:
+    """A stream for each of three files; in a bucket they are read in place."""
     pyarrow = pytest.importorskip("pyarrow", reason="pip install pyarrow: Grain's reader of Parquet needs it")
-    files = pytest.importorskip("pyarrow.parquet")
-    streams = []
+    writer = pytest.importorskip("pyarrow.parquet")
     for part in range(3):
-        path = str(root / f"{part}.parquet")
         ids = list(range(part * RECORDS // 3, (part + 1) * RECORDS // 3))
-        files.write_table(pyarrow.table({"id": ids}), path, row_group_size=4)
-        streams.append(grain.experimental.ParquetIterDataset(path).map(lambda row: row["id"]))
-    return streams
+        writer.write_table(pyarrow.table({"id": ids}), files.written / f"{part}.parquet", row_group_size=4)
+    stored = files.stored()
+    paths = [f"{stored}/{part}.parquet" for part in range(3)]
+    streams = [grain.experimental.ParquetIterDataset(path, filesystem=files.bucket) for path in paths]
+    return [stream.map(lambda row: row["id"]) for stream in streams]
 
 
-@pytest.mark.parametrize("source", [array_record, parquet])
-def test_each_record_of_a_file_is_read_once(tmp_path: Path, source: Callable[[Path], Any]) -> None:
+def tfds(files: Files) -> Any:
+    """Records by index, from a data set that TFDS has prepared as ArrayRecord; TensorFlow is not needed."""
+    tensorflow_datasets = pytest.importorskip("tensorflow_datasets", reason="pip install tensorflow-datasets")
+
+    class Ids(tensorflow_datasets.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tensorflow_datasets.core.Version("1.0.0")
+        pkg_dir_path, code_path = files.written, None  # it looks for the files of a published data set
+
+        def _info(self) -> Any:
+            features = {"id": tensorflow_datasets.features.Scalar(np.int64)}
+            return self.dataset_info_from_configs(features=tensorflow_datasets.features.FeaturesDict(features))
+
+        def _split_generators(self, _: Any) -> Any:
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self) -> Any:
+            return ((number, {"id": number}) for number in range(RECORDS))
+
+    tensorflow_datasets.disable_progress_bar()
+    Ids(data_dir=files.written, file_format="array_record").download_and_prepare()
+    builder = tensorflow_datasets.builder_from_directory(files.local() / "ids" / "1.0.0")
+    return grain.MapDataset.source(builder.as_data_source("train")).seed(1).shuffle().map(lambda row: row["id"])
+
+
+@pytest.mark.parametrize("source", [array_record, parquet, tfds])
+def test_each_record_of_a_file_is_read_once(files: Files, source: Callable[[Files], Any]) -> None:
     """A source would begin anew after a restart, or lose what its reader had ahead."""
-    data = source(tmp_path)
+    data = source(files)
     order = np.concatenate(list(ElasticBatches(data, BATCH))).tolist()
     assert sorted(order) == list(range(RECORDS))
     taken: list[int] = []
