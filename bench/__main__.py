@@ -6,9 +6,9 @@ protocol alone, judged by an oracle), `gather` (the exchange of a large job's pr
 (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput), `policy` (save
 intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within a memory
 budget), `exporters` (the cost of live metrics and traces), `gpu` (staging strategies on accelerators), `herd` (a
-thousand hosts that restore from a bucket at once), `inspect` (100,000 leaves), `unchanged` (an adapter on a frozen
-base), `zoo` (every command over roots with strange things in them). `all` runs everything but `exporters`, `gpu`,
-`herd`, `unchanged` and `zoo`, and renders `bench/REPORT.md`, `report` again.
+thousand hosts that restore from a bucket at once), `hosts` (a spare takes the place of a lost host), `inspect` (100,000
+leaves), `unchanged` (an adapter on a frozen base), `zoo` (every command over roots with strange things in them). `all`
+runs everything but `exporters`, `gpu`, `herd`, `unchanged` and `zoo`, and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from bench.figures import available
 from bench.gather import main as gather
 from bench.gpu import main as gpu
 from bench.herd import main as herd
+from bench.hosts import main as hosts
 from bench.inspect import main as inspect
 from bench.kill import main as kill
 from bench.policy import main as policy
@@ -70,6 +71,7 @@ _CAMPAIGNS = {
     "gather": gather,
     "gpu": gpu,
     "herd": herd,
+    "hosts": hosts,
     "inspect": inspect,
     "kill": kill,
     "policy": policy,

@@ -35,6 +35,7 @@ FIGURES: Mapping[str, str] = {
 }
 _RESUME = ("total", *map(str, Phase))
 CLOSED_BAR, LOST_BAR = 1 / 2, {True: 1 / 3, False: 1 / 2}
+RESUME_BAR = 0.6  # of the time of stock Orbax, whose processes start cold
 SMALL_STEP_S = 0.2  # a step that is shorter belongs to a small state
 
 
@@ -199,10 +200,12 @@ def _against(ours: Sequence[Any], peer: Sequence[Any], ceilings: Sequence[float]
     ]
     lost, peer_lost = (median(run["lost_work_s"] for run in each) for each in (ours, peer))
     small = step_s < SMALL_STEP_S
+    back, peer_back = ([run["resume_s"] for run in each if run["resume_s"] is not None] for each in (ours, peer))
     return {
         "gap_closed": _spread(closed),
         "lost_work_ratio": lost / peer_lost if peer_lost else None,
         "lost_work_bar": LOST_BAR[small],
+        "resume_ratio": median(back) / median(peer_back) if back and peer_back else None,
         "wrong": sum(run["wrong"] for run in ours),
         "unfinished": sum(not run["finished"] for run in ours),
     }
@@ -246,13 +249,17 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def _show_bars(against: Mapping[str, Any], console: Console) -> None:
-    closed, ratio = against["gap_closed"], against["lost_work_ratio"]
+    closed, ratio, resume = against["gap_closed"], against["lost_work_ratio"], against["resume_ratio"]
     met = {True: "met", False: "NOT MET", None: "no ratio"}
     lines = [
         (f"share of the gap closed {_cell(closed)}, at least 0.5", closed and closed["median"] >= CLOSED_BAR),
         (
             f"lost work {'-' if ratio is None else f'{ratio:.2f}'} of theirs, at most {against['lost_work_bar']:.2f}",
             None if ratio is None else ratio <= against["lost_work_bar"],
+        ),
+        (
+            f"resume {'-' if resume is None else f'{resume:.2f}'} of theirs, at most {RESUME_BAR:g}",
+            None if resume is None else resume <= RESUME_BAR,
         ),
         (f"runs with wrong bits {against['wrong']}, at most 0", against["wrong"] == 0),
         (f"runs that never finished {against['unfinished']}, at most 0", against["unfinished"] == 0),

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--steps", type=int, help="to do in the last life; the others go on until killed")
     parser.add_argument("--last-attempt", type=int, default=-1, help="the first life that is the last")
+    parser.add_argument("--compile-cache", help="a directory that hosts share  [default: the host's own]")
     parser.add_argument("--plain", action="store_true", help="no checkpoints")
     args = parser.parse_args()
     own = Path(os.environ["HOST_DIR"])
@@ -46,7 +47,7 @@ def main() -> None:
     log.observe(_tell)
     log.emit(ckptkit.Kind.STARTED, attempt=args.attempt, pid=os.getpid())
     with log.span("initialization"):
-        use_compile_cache(str(own / "compile-cache"))
+        use_compile_cache(args.compile_cache or str(own / "compile-cache"))
         jax.distributed.initialize(args.coordinator, args.processes, args.process, heartbeat_timeout_seconds=30)
         let_every_process_write_cache()
         mesh = jax.make_mesh((2, jax.device_count() // 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)

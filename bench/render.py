@@ -33,6 +33,7 @@ README_FIGURES = {
     ("corruption", "restored_wrong"): "damaged files (injected) restored as something else, without an error",
     ("kill", "recovered"): "kills (injected) after which the newest surviving save was restored",
     ("kill", "resume_s"): "from a kill (injected) of one process to the next step of the job",
+    ("hosts", "next_step_s"): "from the loss (injected) of a host to the next step of the job, on a spare host",
 }
 _UNITS = {"_ms": "ms", "_gbps": "GB/s", "_s": "s", "_bytes": "MB", "cpu_s_per_gb": "s/GB"}
 _BUSY = 3.0  # load at which a timing is only an indication

@@ -214,6 +214,25 @@ def _kill(result: Mapping[str, Any]) -> Iterable[Row]:
             )
 
 
+def _hosts(result: Mapping[str, Any]) -> Iterable[Row]:
+    told = (
+        ("next_step_s", "from the loss of a host to the next step, with a spare host", ("host",)),
+        ("ended_s", "from a loss until no worker of any host runs", ("host", "worker")),
+    )
+    for figure, meaning, kinds in told:
+        samples = [row[figure] for row in result["rows"] if row["what"] in kinds]
+        if samples:
+            yield Row(
+                benchmark="hosts",
+                case=f"{result['hosts']} hosts + 1",
+                figure=figure,
+                meaning=meaning,
+                ours=median(samples) or 0.0,
+                samples=len(samples),
+                load=_load(result),
+            )
+
+
 def _crashpoints(result: Mapping[str, Any]) -> Iterable[Row]:
     yield Row(
         benchmark="crashpoints",
@@ -432,6 +451,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "corruption": _corruption,
     "crashpoints": _crashpoints,
     "kill": _kill,
+    "hosts": _hosts,
     "proof": _proof,
     "gather": _gather,
     "broadcast": _broadcast,
