@@ -10,7 +10,7 @@ import pytest
 
 from bench.hosts import summary, wrong_bits
 from bench.rows import _hosts
-from ckptkit import EventLog
+from ckptkit import EventLog, Kind
 from ckptkit.goodput import Phase
 
 
@@ -43,7 +43,7 @@ def test_step_done_again_with_other_bits_is_wrong(tmp_path: Path) -> None:
 
     def life(host: int, attempt: int, process: int, proof: list[list[object]]) -> None:
         own = tmp_path / f"host-{host}"
-        EventLog(own / "events" / f"attempt-{attempt}-process-{process}.jsonl").emit("started", attempt=attempt)
+        EventLog(own / "events" / f"attempt-{attempt}-process-{process}.jsonl").emit(Kind.STARTED, attempt=attempt)
         (own / f"proof-{attempt}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in proof) + "[7")
 
     life(0, 0, 0, [[1, "a"], [2, "b"]])

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,35 @@ def test_second_start_loads_the_program_and_proves_it(tmp_path: Path) -> None:
     donated = state()
     second(donated, X)
     assert donated["w"].is_deleted()
+
+
+def test_trace_does_not_run_beside_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step after a restart would share its cores with the trace, and the job be back later."""
+    traced, ended = threading.Event(), threading.Event()
+    waited_for: list[Any] = []
+
+    def step(state: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        traced.set()
+        return {"w": state["w"] + 2.0 * x}, jnp.sum(x)
+
+    def wait(leaf: Any) -> None:
+        waited_for.append(leaf)
+        ended.wait(60)
+        raise RuntimeError("Array has been deleted")
+
+    function = jax.jit(step, donate_argnums=0)
+    ckptkit.compiled(function, state(), X, cache=tmp_path)
+    jax.clear_caches()
+    traced.clear()
+    program = ckptkit.compiled(function, state(), X, cache=tmp_path)
+    assert program.origin == "loaded"
+    monkeypatch.setattr(jax, "block_until_ready", wait)
+    loss = program(state(), X)[1]
+    assert not traced.wait(0.1)
+    ended.set()
+    program.wait_until_proven()
+    assert traced.is_set()
+    assert [leaf is loss for leaf in waited_for] == [True]
 
 
 def test_changed_program_is_never_saved_and_compiled_at_the_next_start(tmp_path: Path) -> None:

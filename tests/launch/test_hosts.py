@@ -11,15 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptkit.cli.hosts import first_node, hosts_of
-from ckptkit.launch import free_port
+from ckptkit.launch import Hooks, Launcher, RestartPolicy, WarmStart, Workers, free_port
 from ckptkit.launch.control import Connection, ControlError, Listener, connect
+from ckptkit.launch.follower import Follower
+from ckptkit.launch.roster import HostLimits, Roster
 from tests.launch.test_launcher import is_alive, wait_until
 
 SECRET = "0123456789abcdef-secret"
@@ -188,6 +191,98 @@ def test_host_that_is_frozen_is_lost_after_silence(agents: Agents) -> None:
     agents.agents[frozen].kill()
     agents.agents[frozen].wait()
     agents.finish()
+
+
+class Network:
+    """Passes bytes to `port`, until it is cut: then nothing arrives, nothing closes, and nobody can connect."""
+
+    def __init__(self, port: int):
+        self._port = port
+        self._cuts = 0
+        self._links: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._accept()
+
+    def cut(self) -> None:
+        self._cuts += 1
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def mend(self) -> None:
+        self._listener = socket.create_server(self.address)
+        self._accept()
+
+    def close(self) -> None:
+        for link in [self._listener, *self._links]:
+            link.close()
+
+    def _accept(self) -> None:
+        def accept(listener: socket.socket, cuts: int) -> None:
+            with suppress(OSError):
+                while True:
+                    near, far = listener.accept()[0], socket.create_connection(("127.0.0.1", self._port))
+                    self._links += [near, far]
+                    for source, target in ((near, far), (far, near)):
+                        threading.Thread(target=self._pass, args=(source, target, cuts), daemon=True).start()
+
+        threading.Thread(target=accept, args=(self._listener, self._cuts), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, cuts: int) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if self._cuts == cuts:
+                    target.sendall(data)
+            if self._cuts == cuts:
+                target.shutdown(socket.SHUT_WR)
+
+
+def test_both_sides_of_a_partition_end_their_workers(tmp_path: Path) -> None:
+    """Two halves of one job would go on, and both write its checkpoints."""
+    (tmp_path / "told.py").write_text(TOLD)
+    workers = Workers([sys.executable, str(tmp_path / "told.py"), str(tmp_path / "go")], processes=1, warm=WarmStart())
+    said: list[str] = []
+    up: dict[str, dict[str, int]] = {"0": {}, "1": {}}
+    left: list[int] = []
+
+    def on_output(process: int, line: str) -> None:
+        del process
+        _, attempt, number, *_, pid = line.split()
+        up[attempt][number] = int(pid)
+        if attempt == "1":
+            left.extend(filter(is_alive, up["0"].values()))
+
+    rosters: list[Roster] = []
+
+    def make_roster(wake: Callable[[], None]) -> Roster:
+        limits = HostLimits(min=2, max=2, join_s=60.0, rejoin_s=60.0, silence_s=3.0)
+        rosters.append(Roster(("127.0.0.1", 0), SECRET, limits, 1, wake))
+        return rosters[0]
+
+    hooks = Hooks(on_output=on_output, say=said.append)
+    policy = RestartPolicy(restarts=1, grace_s=0.1)
+    launcher = Launcher(workers, policy=policy, make_roster=make_roster, hooks=hooks)
+    network = Network(rosters[0].port)
+    other = Follower(workers, rank=1, first=network.address, secret=SECRET, join_s=60.0, silence_s=3.0, hooks=hooks)
+
+    def drive() -> None:
+        if wait_until(lambda: len(up["0"]) == 2, 60):
+            network.cut()
+            lost = ("the first agent is lost: nothing was received", "was lost (host")
+            wait_until(lambda: all(any(each in line for line in said) for each in lost), 60)
+            network.mend()
+            wait_until(lambda: len(up["1"]) == 2, 60)
+        (tmp_path / "go").write_text("0")
+
+    threads = [threading.Thread(target=other.run), threading.Thread(target=drive)]
+    for thread in threads:
+        thread.start()
+    assert launcher.run() == 0, said
+    for thread in threads:
+        thread.join()
+    network.close()
+    assert [len(up["0"]), len(up["1"])] == [2, 2], said
+    assert left == []
 
 
 def test_bad_input_of_one_host_ends_the_job_on_all(agents: Agents) -> None:

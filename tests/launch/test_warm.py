@@ -183,6 +183,12 @@ UNSAFE = {
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True, name='mine').start()",
         "the Python thread mine runs",
     ),
+    "lock": (
+        "import threading, time\nLOCK = threading.Lock()\n"
+        "def keep():\n    with LOCK:\n        time.sleep(60)\n"
+        "threading.Thread(target=keep, daemon=True, name='keeper').start()",
+        "the Python thread keeper runs",
+    ),
     "socket": ("import socket\nKEPT = socket.socket()", "a socket is open"),
     "file": ("KEPT = open(__file__ + '.log', 'w')", "bad.py.log is open for writing"),
     "backend": ("import jax\njax.devices()", "JAX has a backend already"),
