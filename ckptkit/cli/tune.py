@@ -80,12 +80,25 @@ def tune(
 @click.option(
     "--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of processes of the job."
 )
+@click.option(
+    "--unchanged", multiple=True, metavar="GLOB", help="Leaves with the bytes of the two saves before; repeatable."
+)
 @JSON
 @TIMEOUT
-def explain(url: str, like: str, profile_path: str | None, processes: int, as_json: bool, timeout_s: float) -> int:
+def explain(
+    url: str,
+    like: str,
+    profile_path: str | None,
+    processes: int,
+    unchanged: tuple[str, ...],
+    as_json: bool,
+    timeout_s: float,
+) -> int:
     """Estimate the cost of a durable save to URL: files, requests, bytes, memory. Writes nothing."""
     profile = _loaded(profile_path)
-    found = explain_checkpoint(url, like, durable=profile, processes=processes, timeout_s=timeout_s)
+    found = explain_checkpoint(
+        url, like, durable=profile, processes=processes, unchanged=unchanged, timeout_s=timeout_s
+    )
     if as_json:
         print_json({"format": FORMAT, "url": url, "like": like, **found.to_json()})
     else:
@@ -149,6 +162,7 @@ def _show_forecast(url: str, found: SaveForecast) -> None:
         ["files", f"{found.files}, {found.data_files} of data"],
         ["requests", str(found.requests) if found.requests else "none: no bucket"],
         ["bytes", size_text(found.written_bytes)],
+        *([["not written again", size_text(found.shared_bytes)]] if found.shared_bytes else []),
         ["memory besides the snapshot", f"{size_text(found.peak_bytes)} at most, in one process"],
     ]
     print_line(f"a save to {url} would take")

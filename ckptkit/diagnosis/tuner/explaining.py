@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,10 +30,12 @@ def explain(
     *,
     durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
     processes: int | None = None,
+    unchanged: Sequence[str] = (),
 ) -> SaveForecast:
     """Estimates the cost of saving `args` to the durable root: files, requests, bytes, peak memory. No I/O.
 
-    The estimate is for a state that has changed everywhere: leaves that did not change are not written again.
+    The estimate is for a state that has changed everywhere but in the leaves that match a pattern of `unchanged`
+    (`["base.*"]`): those have the bytes of the two saves before, and are not written again (`shared_bytes`).
     `args` are those of `CheckpointManager.save` (`StandardSave`, `PyTreeSave`, `JsonSave`, `Composite`) or a tree;
     leaves may be abstract (`jax.ShapeDtypeStruct`), with the shardings that they will have. `processes`: of how many
     the job will be (default: this one's). Raises TypeError for an item that is neither arrays nor JSON: Orbax writes
@@ -56,6 +59,7 @@ def explain(
         remote=properties_of(root_url(directory)).round_trips,
         json_items=json_items,
         processes=processes or jax.process_count(),
+        unchanged=unchanged,
     )
 
 
@@ -65,9 +69,12 @@ def explain_checkpoint(
     *,
     durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
     processes: int = 1,
+    unchanged: Sequence[str] = (),
     timeout_s: float = 20.0,
 ) -> SaveForecast:
     """Estimates the cost of saving the contents of the checkpoint `like`, of any format. Reads its metadata.
+
+    `unchanged` as of `explain`.
 
     Its chunks are taken as the cells; without chunks, each leaf is one box. Raises what `open_checkpoint` raises, and
     `CheckpointError` for a leaf of more than 10 million cells: a damaged shape would take all memory.
@@ -84,7 +91,8 @@ def explain_checkpoint(
                     path=like,
                 )
             items.setdefault(tensor.item, []).append(_whole(tensor.name, tensor.shape, tensor.dtype, tuple(cell)))
-    return forecast(items, durable, remote=properties_of(root_url(directory)).round_trips, processes=processes)
+    remote = properties_of(root_url(directory)).round_trips
+    return forecast(items, durable, remote=remote, processes=processes, unchanged=unchanged)
 
 
 def _record(path: Any, leaf: Any) -> LeafRecord:

@@ -6,9 +6,11 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, final
 
 from ckptkit.durable.cells.pieces import INLINE_BYTES, PiecePart, Pieces
+from ckptkit.durable.cells.unchanged import GROUP_BYTES_MIN, LEAF_BYTES_MIN
 from ckptkit.model.boxes import Box, cells_of, cut_from_bytes, rows_between_cells
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord
@@ -30,7 +32,7 @@ _BASE_MEMORY_BYTES = 8 << 20  # threads, connections, what TensorStore allocates
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveForecast:
     """The cost of one durable save. For several processes: the sum, except `peak_bytes`, which is that of the largest
-    one.
+    one. `shared_bytes` are those of data files of the step before: `files` counts them, `written_bytes` does not.
 
     `files` are files or objects that stay, `requests` what a bucket is asked (0 on a disk), `written_bytes` includes
     padding and small files, `peak_bytes` is host memory besides the snapshot. With compression both are what they are
@@ -45,6 +47,7 @@ class SaveForecast:
     requests: int
     written_bytes: int
     peak_bytes: int
+    shared_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The forecast as plain values."""
@@ -58,12 +61,14 @@ def forecast(
     remote: bool,
     json_items: int = 0,
     processes: int = 1,
+    unchanged: Sequence[str] = (),
 ) -> SaveForecast:
-    """The cost of a save of these array items; each leaf's `boxes` are all that is written of it, by whom ever.
+    """The cost of a save of these array items; each leaf's `boxes` are all that is written of it, by whom ever. Leaves
+    with names that match one of the patterns `unchanged` have the bytes of the two saves before.
 
     Cost: about 10 microseconds per leaf, and as much for each further cell.
     """
-    parts = [_Item.of(leaves, profile, processes) for leaves in items.values()]
+    parts = [_Item.of(leaves, profile, processes, unchanged) for leaves in items.values()]
     files = _STEP_FILES + _JSON_FILES * json_items + sum(part.files(processes) for part in parts)
     # Of each process the manifest is looked for, and the tree read.
     merged = (processes > 1) * sum(processes + part.databases for part in parts)
@@ -75,6 +80,7 @@ def forecast(
         requests=(files + _LOOKS + merged) if remote else 0,
         written_bytes=_FIXED_BYTES + sum(part.stored_bytes + part.small_bytes for part in parts),
         peak_bytes=_BASE_MEMORY_BYTES + max((part.peak_bytes for part in parts), default=0),
+        shared_bytes=sum(part.shared_bytes for part in parts),
     )
 
 
@@ -87,10 +93,15 @@ class _Item:
     stored_bytes: int
     small_bytes: int
     peak_bytes: int
+    shared_bytes: int
 
     @classmethod
-    def of(cls, leaves: Sequence[LeafRecord], profile: DurableProfile, processes: int) -> _Item:
-        writes = [_Writing(share, profile) for share in _shares(leaves, processes) if share]
+    def of(
+        cls, leaves: Sequence[LeafRecord], profile: DurableProfile, processes: int, unchanged: Sequence[str]
+    ) -> _Item:
+        shares = [_divided(share, profile, unchanged) for share in _shares(leaves, processes) if share]
+        writes = [_Writing(written, profile) for written, _ in shares]
+        groups = [_Writing(taken, profile) for _, taken in shares if taken]
         peaks = [
             int(each.held_bytes * _COPY_FACTOR) + min(each.padded_bytes, profile.in_flight_bytes) for each in writes
         ]
@@ -98,10 +109,11 @@ class _Item:
             leaves=len(leaves),
             databases=len(writes),
             pieces=sum(each.pieces for each in writes),
-            data_files=sum(each.data_files for each in writes),
+            data_files=sum(each.data_files for each in writes) + sum(each.files_of_cells for each in groups),
             stored_bytes=sum(each.stored_bytes for each in writes),
-            small_bytes=_LEAF_BYTES * len(leaves) + _CELL_BYTES * sum(each.cells for each in writes),
+            small_bytes=_LEAF_BYTES * len(leaves) + _CELL_BYTES * sum(each.cells for each in writes + groups),
             peak_bytes=max(peaks, default=0) + _LEAF_MEMORY_BYTES * len(leaves),
+            shared_bytes=sum(each.stored_bytes for each in groups),
         )
 
     def files(self, processes: int) -> int:
@@ -130,6 +142,21 @@ def _shares(leaves: Sequence[LeafRecord], processes: int) -> list[_Share]:
     return shares
 
 
+def _divided(share: _Share, profile: DurableProfile, unchanged: Sequence[str]) -> tuple[_Share, _Share]:
+    """The leaves that a process writes, and those that it shares with the step before, as in `UnchangedLeaves.plan`."""
+    held: dict[str, int] = {}
+    for leaf, boxes in share if profile.shared_steps_max > 1 else ():
+        if "/" not in leaf.name and any(fnmatchcase(leaf.name, pattern) for pattern in unchanged):
+            held[leaf.name] = held.get(leaf.name, 0) + sum(box.size for box in boxes) * leaf.itemsize
+    held = {name: size for name, size in held.items() if size >= LEAF_BYTES_MIN}
+    if sum(held.values()) < GROUP_BYTES_MIN:
+        return share, []
+    return (
+        [(leaf, [] if leaf.name in held else boxes) for leaf, boxes in share],
+        [(leaf, boxes) for leaf, boxes in share if leaf.name in held],
+    )
+
+
 @final
 class _Writing:
     """How one process writes its share: as `CellWriter` does, without the bytes."""
@@ -150,6 +177,11 @@ class _Writing:
         pieces.expect_no_more()
         if not pieces.is_last:
             self._send(pieces)
+
+    @property
+    def files_of_cells(self) -> int:
+        """The data files if the last tree is in memory: without the one that has the tree and no cell."""
+        return self.data_files - (not self._open_bytes)
 
     def _add(self, leaf: LeafRecord, part: PiecePart, data_file_bytes: int) -> None:
         cell_bytes, whole = leaf.cell_bytes, math.prod(leaf.cell)

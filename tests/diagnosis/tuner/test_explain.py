@@ -90,6 +90,35 @@ def test_save_to_a_bucket_takes_the_predicted_requests(
     assert found == said.requests
 
 
+@pytest.mark.parametrize("profile", [DurableProfile(), PIECES], ids=["one piece", "pieces"])
+def test_save_of_an_adapter_on_a_frozen_base_costs_what_explain_predicts(
+    tmp_path: Path, server: BucketServer, profile: DurableProfile
+) -> None:
+    """A person would plan a disk and a bill for a base that is not written."""
+
+    def args(step: int) -> Any:
+        return args_of({**few_large(), "adapter": jnp.full((100, 100), float(step))}, json=False)
+
+    said = ckptkit.explain(tmp_path, args(1), durable=profile, unchanged=["leaf*"])
+    assert said.shared_bytes == 8 << 20
+    assert ckptkit.explain(tmp_path, args(1), durable=profile).shared_bytes == 0
+    in_bucket = ckptkit.explain("gs://runs/run", args(1), durable=profile, unchanged=["leaf*"])
+    found = dict[str, int]()
+    for root in (str(tmp_path / "run"), "gs://runs/run"):
+        with ckptkit.CheckpointManager(root, durable=profile) as manager:
+            for step in (1, 2, 3):
+                time.sleep(0.3)  # a request is logged a moment after its answer was sent
+                server.log.clear()
+                manager.save(step, args=args(step), force=True)
+                manager.wait_until_finished()
+        found[root] = len(server.log.entries())
+    assert found["gs://runs/run"] == pytest.approx(in_bucket.requests, abs=2)
+    files = [path for path in (tmp_path / "run/3").rglob("*") if path.is_file()]
+    assert len(files) == said.files
+    written_bytes = sum(path.stat().st_size for path in files if path.stat().st_nlink == 1)
+    assert written_bytes == pytest.approx(said.written_bytes, rel=0.12, abs=4000)
+
+
 Shapes = list[tuple[tuple[int, ...], str]]
 
 AWKWARD: dict[str, Shapes] = {
