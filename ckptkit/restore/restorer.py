@@ -243,7 +243,7 @@ class Restorer:
             Kind.RESTORED,
             step=save_id.step,
             sources=proven.read_bytes,
-            tree_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(items) if isinstance(leaf, jax.Array | np.ndarray)),
+            tree_bytes=sum([leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(items) if _is_array(leaf)]),
             save_id=str(save_id),
             duration_s=round(clock.monotonic_s() - start_s, 6),
             **proven.proves.words(),
@@ -357,6 +357,10 @@ def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rej
         for each in unknown
         if each.save_id.step > above.step
     ]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def _slot_bytes(targets: Sequence[Target]) -> int:
