@@ -29,7 +29,8 @@ from ckptkit.job import meeting
 from ckptkit.job.coordination import JaxCoordinator
 from ckptkit.model import manifest_checks
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import DIGEST_BYTES, BoxRecord, LeafRecord, Manifest, SaveId, Writer
+from ckptkit.model.digests import DIGEST_BYTES
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.restore.inventory import Held, holders_of, to_runs
 from ckptkit.restore.plan import rank_candidates
 from ckptkit.util import clock

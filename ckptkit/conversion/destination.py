@@ -19,7 +19,7 @@ from ckptkit.conversion.journal import Journal, Noted, foreign
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError
 from ckptkit.formats.safetensors import INDEX
 from ckptkit.model import paths
-from ckptkit.model.manifest import digest_of
+from ckptkit.model.digests import digest_of
 from ckptkit.store import Stat, Store, open_store, put_new
 from ckptkit.store.backends import BACKENDS, backend_of, properties_of
 from ckptkit.store.local import LocalStore, remove_empty, sync_directory, sync_tree

@@ -19,7 +19,8 @@ from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.formats.tensors import Tensor
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box, boxes_of_cells, cells_of
-from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.model.paths import ARRAY_METADATAS, SHARDINGS
 from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of

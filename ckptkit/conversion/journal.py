@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ckptkit.errors import CheckpointError
-from ckptkit.model.manifest import digest_of
+from ckptkit.model.digests import digest_of
 from ckptkit.model.paths import OCDBT_MANIFEST
 from ckptkit.store import Stat, Store, open_store
 from ckptkit.store.backends import properties_of

@@ -45,18 +45,10 @@ from ckptkit.durable.signed_files import signed_files
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError, UntrustedStepError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
+from ckptkit.model.cells import Proves, copy_proven, prove_all
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.handler_files import is_file, with_file_leaves
-from ckptkit.model.manifest import (
-    BoxRecord,
-    LeafRecord,
-    Manifest,
-    ManifestDepth,
-    Proves,
-    SaveId,
-    copy_proven,
-    prove_all,
-)
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, ManifestDepth, SaveId
 from ckptkit.model.paths import ARRAY_METADATAS, COMMIT_MARK, STEP_METADATA
 from ckptkit.store import Store, all_of
 from ckptkit.store.base import checked_key

@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
-from ckptkit.model.manifest import Manifest, SaveId, custom_digest, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import Manifest, SaveId, custom_digest
 
 _MARKED = re.compile(r"\(ckptkit save (\d+ \d+ \d+ [0-9a-f]{32}) ([0-9a-f]{32})\)$")
 

@@ -46,8 +46,9 @@ from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.write_step import StepWriter, is_writable
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.job.coordination import Coordinator, ScopedCoordinator
+from ckptkit.model.cells import Proves, prove_all
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.manifest import Proves, SaveId, prove_all
+from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import forget_listings

@@ -37,8 +37,9 @@ from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
+from ckptkit.model.digests import digest_of
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.manifest import LeafRecord, SaveId, digest_of
+from ckptkit.model.manifest import LeafRecord, SaveId
 from ckptkit.store import Store, all_of, put_new
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import LocalStore

@@ -20,7 +20,8 @@ from ckptkit.inspection.directories import is_committed
 from ckptkit.inspection.places import Place
 from ckptkit.job.coordination import make_coordinator
 from ckptkit.manager import CheckpointManager
-from ckptkit.model.manifest import SaveId, cell_ranges
+from ckptkit.model.cells import cell_ranges
+from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import step_of_name
 from ckptkit.model.tiers import DURABLE
 from ckptkit.store import open_store

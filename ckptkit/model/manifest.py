@@ -6,26 +6,23 @@ step (a sidecar that stock Orbax ignores). Only the place of a box's bytes diffe
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, final
 
 import numpy as np
-import xxhash
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.model.boxes import Box, cells_of, in_rows
+from ckptkit.model.boxes import Box
+from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest_checks import LeafKind as LeafKind
 from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf
 
 FORMAT = 2
-DIGEST_BYTES = 35  # of a cell, in a manifest
-STRONG = "sha256:"  # begins a digest for which nobody can make other bytes: the records of a signed step have these
 _READ_FORMATS = (1, 2)  # 1: each leaf has the text of its sharding
 FILES = "files"  # the kind of an item that a handler has written: its small files inline, or all as leaves
 MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is written and parsed; 100,000 leaves of 8 boxes are about 150 MB
@@ -294,21 +291,6 @@ def _shardings_from_json(body: Mapping[str, Any]) -> list[str]:
 _dumps = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
 
 
-def digest_of(data: Any) -> str:
-    """xxh3-128 of a contiguous buffer, in hex. 7 GB/s per core, releases the GIL (FACTS 2)."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def strong_digest_of(data: Any) -> str:
-    """SHA-256 of a contiguous buffer, in hex, after `STRONG`. 1 to 2 GB/s per core, releases the GIL."""
-    return STRONG + hashlib.sha256(data).hexdigest()
-
-
-def digest_like(expected: str, data: Any) -> str:
-    """The digest of a contiguous buffer of the kind that `expected` is of."""
-    return strong_digest_of(data) if expected.startswith(STRONG) else digest_of(data)
-
-
 def custom_digest(metadata: Any) -> str | None:
     """The digest of a step's custom metadata as JSON, with sorted keys; None for what JSON cannot hold."""
     try:
@@ -316,112 +298,6 @@ def custom_digest(metadata: Any) -> str | None:
     except (TypeError, ValueError):
         return None
     return digest_of(_dumps(plain).encode())
-
-
-COPY_PIECE_BYTES = 384 << 10  # what was copied is still in a core's cache when it is digested
-
-
-def copy_digested(source: np.ndarray, target: np.ndarray, *, of_target: bool = False) -> str:
-    """Copies flat bytes and returns the digest of the source, or of the target. Releases the GIL.
-
-    Of the source, so that what goes wrong on the way is seen later; of the target where the source may change under
-    the copy. Each byte is read from memory once: 0.75 of the speed of the copy alone.
-    """
-    proven = target if of_target else source
-    if source.nbytes <= COPY_PIECE_BYTES:
-        target[:] = source
-        return digest_of(proven)
-    state = xxhash.xxh3_128()
-    for at in range(0, source.nbytes, COPY_PIECE_BYTES):
-        stop = at + COPY_PIECE_BYTES
-        target[at:stop] = source[at:stop]
-        piece: Any = proven[at:stop]
-        state.update(piece)
-    return state.hexdigest()
-
-
-def cell_ranges(record: BoxRecord, leaf: LeafRecord) -> list[tuple[Box, int, int]]:
-    """The cells of a held box with their byte range `[start, stop)` inside the box's bytes."""
-    ranges, at = [], 0
-    for cell in cells_of(record.box, leaf.cell):
-        stop = at + cell.size * leaf.itemsize
-        ranges.append((cell, at, stop))
-        at = stop
-    return ranges
-
-
-Proves = Callable[[LeafRecord, Box], bool]  # whether a cell is to be compared with its digest
-# A cell, its byte range in its box, and the flat bytes that it goes to -> its elements, or those bytes, filled.
-FetchCell = Callable[[Box, int, int, np.ndarray], np.ndarray]
-
-
-def prove_all(leaf: LeafRecord, cell: Box) -> bool:
-    """Every cell is compared with its digest."""
-    del leaf, cell
-    return True
-
-
-def copy_proven(
-    leaf: LeafRecord,
-    record: BoxRecord,
-    wanted: Box,
-    into: np.ndarray,
-    fetch: FetchCell,
-    *,
-    where: str,
-    proves: Proves = prove_all,
-) -> None:
-    """Copies the part of `wanted` that `record.box` holds into `into` (of shape `wanted.shape`), proving each cell, or
-    those that `proves` chooses.
-
-    The bytes whose digest is checked are the very bytes that are returned. Raises `CorruptCheckpointError` naming
-    the leaf and the cell.
-    """
-    one_cell = len(record.digests) == 1 and record.box == wanted and into.flags.c_contiguous  # most boxes
-    in_place = one_cell or (record.box == wanted and into.flags.c_contiguous and in_rows(wanted.shape, leaf.cell))
-    whole = into.reshape(-1).view(np.uint8) if in_place else None
-    ranges = [(record.box, 0, into.nbytes)] if one_cell else cell_ranges(record, leaf)
-    for (cell, start, stop), digest in zip(ranges, record.digests, strict=True):
-        common = cell if whole is not None else cell.intersect(wanted)
-        if common is None:
-            continue
-        if whole is not None:
-            data, direct = whole[start:stop], True
-        else:
-            part = into[common.slices(wanted.start)]
-            direct = common == cell and part.flags.c_contiguous
-            data = part.reshape(-1).view(np.uint8) if direct else np.empty(stop - start, np.uint8)
-        source = fetch(cell, start, stop, data)
-        if source.dtype != np.uint8 or source.ndim != 1:
-            source = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-        if source.nbytes != data.nbytes:
-            raise CorruptCheckpointError(
-                f"{where}: leaf {leaf.name}, cell {cell.start} to {cell.stop} has {source.nbytes} bytes, expected "
-                f"{data.nbytes}",
-                path=where,
-            )
-        filled = source is data
-        if not proves(leaf, cell):
-            if not filled:
-                data[:] = source
-        elif (found := _arrived(source, data, digest)) != digest:
-            raise CorruptCheckpointError(
-                f"{where}: leaf {leaf.name}, cell {cell.start} to {cell.stop} has digest {found}, expected {digest}",
-                path=where,
-            )
-        if not direct:
-            block = data.view(np.dtype(leaf.dtype)).reshape(cell.shape)
-            into[common.slices(wanted.start)] = block[common.slices(cell.start)]
-
-
-def _arrived(source: np.ndarray, target: np.ndarray, expected: str) -> str:
-    """The digest of `target`, which `source` is copied to first where it is other memory. Of the target: a slot may be
-    overwritten while it is read."""
-    if source is not target and expected.startswith(STRONG):
-        target[:] = source
-    elif source is not target:
-        return copy_digested(source, target, of_target=True)
-    return digest_like(expected, target)
 
 
 def _leaf_to_json(leaf: LeafRecord, shardings: _ShardingTable) -> dict[str, Any]:

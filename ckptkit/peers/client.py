@@ -13,16 +13,8 @@ import numpy as np
 
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError, StoreFullError
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import (
-    MANIFEST_BYTES_MAX,
-    BoxRecord,
-    LeafRecord,
-    Manifest,
-    Proves,
-    SaveId,
-    copy_proven,
-    prove_all,
-)
+from ckptkit.model.cells import Proves, copy_proven, prove_all
+from ckptkit.model.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.peers.share_index import RANGE_BYTES_MAX, slot_bytes_of
 from ckptkit.slots.reader import within
 from ckptkit.util.clock import Deadline

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import final
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.model.manifest import Manifest, SaveId, cell_ranges, digest_of
+from ckptkit.model.cells import cell_ranges
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.peers.server import Answer
 from ckptkit.peers.share_index import RANGE_BYTES_MAX
 from ckptkit.slots.arena import Arena, Slot

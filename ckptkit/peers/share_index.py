@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import final
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
-from ckptkit.model.manifest import Manifest, SaveId, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.reader import manifest_name_of, read_manifest, slot_directories
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
-from ckptkit.model.manifest import SaveId, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, MEMORY
 from ckptkit.save.ledger import Ledger
 

@@ -11,7 +11,8 @@ from typing import Any, final
 from ckptkit.errors import CheckpointError, ReplicaMismatchError
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
-from ckptkit.model.manifest import SaveId, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import DIFFERENCES_NAMED, ReplicaPolicy
 from ckptkit.save.outcomes import Outcomes
 from ckptkit.save.protocol import Agree, Effect, Veto

@@ -17,7 +17,8 @@ from typing import final
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.model import paths
-from ckptkit.model.manifest import SaveId, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import SaveId
 from ckptkit.store import LocalStore
 
 _BYTES_MAX = 4096

@@ -16,18 +16,9 @@ import numpy as np
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import (
-    COPY_PIECE_BYTES,
-    MANIFEST_BYTES_MAX,
-    BoxRecord,
-    LeafRecord,
-    Manifest,
-    Proves,
-    SaveId,
-    copy_proven,
-    digest_of,
-    prove_all,
-)
+from ckptkit.model.cells import Proves, copy_proven, prove_all
+from ckptkit.model.digests import COPY_PIECE_BYTES, digest_of
+from ckptkit.model.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.util.disk_file import FileReads
 from ckptkit.util.pages import empty_block

@@ -12,7 +12,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from ckptkit.model.manifest import copy_digested, digest_of
+from ckptkit.model.digests import copy_digested, digest_of
 from ckptkit.snapshot.describe import Description, Digests, SlotExtent
 from ckptkit.snapshot.shards import Shard
 from ckptkit.util.sharing import SMALL_BYTES, copy_threads, share_work

@@ -15,15 +15,9 @@ import numpy as np
 
 from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.model.boxes import CELL_BYTES, Box, boxes_by_process, cell_shape
-from ckptkit.model.manifest import (
-    DIGEST_BYTES,
-    BoxRecord,
-    LeafKind,
-    LeafRecord,
-    ManifestText,
-    cell_ranges,
-    refuse_unreadable,
-)
+from ckptkit.model.cells import cell_ranges
+from ckptkit.model.digests import DIGEST_BYTES
+from ckptkit.model.manifest import BoxRecord, LeafKind, LeafRecord, ManifestText, refuse_unreadable
 from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import PAGE_BYTES
 from ckptkit.util.sharing import SMALL_BYTES

@@ -15,7 +15,8 @@ from typing import Any, Protocol, final
 import jax
 
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import LeafRecord, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import LeafRecord
 from ckptkit.model.policies import ReplicaPolicy
 from ckptkit.snapshot.describe import Description, Digests, LeafSource, SlotExtent
 from ckptkit.snapshot.shards import Held, by_device

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ckptkit.model.manifest import digest_of
+from ckptkit.model.digests import digest_of
 
 STATE_DIGEST = "CKPTKIT_STATE_DIGEST"  # a file to which `state_digest` also writes; `{process}` is the process's number
 

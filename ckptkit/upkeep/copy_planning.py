@@ -14,7 +14,8 @@ from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.roots import DurableStep, RootSteps, read_root
 from ckptkit.model import paths
-from ckptkit.model.manifest import SaveId, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import STEP_METADATA
 from ckptkit.store.roots import root_url
 

@@ -24,8 +24,10 @@ from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.shares import sidecar_processes
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
+from ckptkit.model.cells import cell_ranges
+from ckptkit.model.digests import digest_of, strong_digest_of
 from ckptkit.model.handler_files import is_file, with_file_digests
-from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of, strong_digest_of
+from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.copying import digest_of_object

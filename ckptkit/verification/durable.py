@@ -35,9 +35,11 @@ from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.shares import items_missing, leaf_of_record, own_sidecars, sidecar_processes, sidecars_lost
 from ckptkit.inspection.sharing import shared_files, steps_words
 from ckptkit.model.boxes import Box
+from ckptkit.model.cells import cell_ranges
+from ckptkit.model.digests import digest_of
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.handler_files import with_file_leaves
-from ckptkit.model.manifest import FILES, LeafRecord, Manifest, SaveId, cell_ranges, digest_of
+from ckptkit.model.manifest import FILES, LeafRecord, Manifest, SaveId
 from ckptkit.model.paths import STEP_METADATA
 from ckptkit.snapshot.empty_nodes import empties_of
 from ckptkit.snapshot.small_items import files_in

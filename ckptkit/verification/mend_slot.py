@@ -13,7 +13,8 @@ from ckptkit.inspection.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import LeafRecord, SaveId, cell_ranges
+from ckptkit.model.cells import cell_ranges
+from ckptkit.model.manifest import LeafRecord, SaveId
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.latest_pointer import forget_newest
 from ckptkit.slots.reader import manifest_name_of

@@ -16,8 +16,10 @@ from ckptkit.inspection.directories import json_name
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.model.boxes import Box, cells_of, missing_elements
+from ckptkit.model.cells import cell_ranges
+from ckptkit.model.digests import digest_of
 from ckptkit.model.handler_files import is_file, with_file_digests, with_file_leaves
-from ckptkit.model.manifest import FILES, BoxRecord, LeafRecord, Manifest, cell_ranges, digest_of
+from ckptkit.model.manifest import FILES, BoxRecord, LeafRecord, Manifest
 from ckptkit.snapshot.small_items import files_in
 from ckptkit.store.base import checked_key
 from ckptkit.verification.sources import Sources

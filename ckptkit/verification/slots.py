@@ -21,7 +21,8 @@ from ckptkit.inspection.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box, missing_elements
-from ckptkit.model.manifest import Manifest, SaveId, cell_ranges
+from ckptkit.model.cells import cell_ranges
+from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.slots.latest_pointer import LostManifestError
 from ckptkit.slots.reader import manifest_name_of
 from ckptkit.verification.pool import CellCheck, Limits, check_cells

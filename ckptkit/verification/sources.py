@@ -13,7 +13,8 @@ from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.shares import Share
 from ckptkit.model.boxes import Box, missing_elements
-from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.peers.client import PeerClient
 from ckptkit.slots.reader import SlotReader, within
 from ckptkit.verification.pool import MEMORY_BYTES_MAX

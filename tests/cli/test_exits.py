@@ -14,7 +14,7 @@ import pytest
 
 import ckptkit
 from ckptkit.cli import inspect as inspect_module
-from ckptkit.model.manifest import digest_of
+from ckptkit.model.digests import digest_of
 from tests.cli.conftest import HOST, Ours, Run
 
 SEED = 20

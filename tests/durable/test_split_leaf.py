@@ -15,8 +15,9 @@ from ckptkit.durable.orbax.host_shards import HostTreeSave, host_tree
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.model.boxes import Box, cells_of
+from ckptkit.model.digests import digest_of
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from tests.durable.test_write_step import Meeting
 
 HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"

@@ -24,7 +24,8 @@ from ckptkit.durable.cells.writer import CellWriter
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import BoxRecord, LeafRecord, SaveId, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, SaveId
 from tests.durable.test_write_step import Meeting
 from tests.states import abstract, assert_same
 

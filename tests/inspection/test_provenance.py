@@ -17,7 +17,8 @@ import ckptkit
 from ckptkit.cli import main
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.provenance import provenance_of
-from ckptkit.model.manifest import Manifest, SaveId, Writer, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import Manifest, SaveId, Writer
 
 ARGS: Any = ocp.args
 

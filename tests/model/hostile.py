@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.model.manifest import digest_of
+from ckptkit.model.digests import digest_of
 
 DISK_BYTES = 256 << 20
 BUDGET_BYTES = 64 << 20  # far above what a state of some kilobytes takes, far below what is asked for

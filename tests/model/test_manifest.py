@@ -17,17 +17,9 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.boxes import Box, cell_shape, cells_of
-from ckptkit.model.manifest import (
-    BoxRecord,
-    LeafRecord,
-    Manifest,
-    SaveId,
-    Writer,
-    cell_ranges,
-    copy_proven,
-    describe,
-    digest_of,
-)
+from ckptkit.model.cells import cell_ranges, copy_proven
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, describe
 
 DTYPES = [
     "float32",

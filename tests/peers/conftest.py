@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import PeerServer, ServerLimits
 from ckptkit.peers.share_index import ShareIndex

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
 from ckptkit.model.boxes import Box, cells_of
-from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
+from ckptkit.model.cells import copy_proven
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore import read as box_reading
 from ckptkit.restore.local_tiers import together

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit.errors import StoreFullError
-from ckptkit.model.manifest import Manifest, SaveId, Writer, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.save import disk_copy
 from ckptkit.save.disk_copy import DiskCopy
 from ckptkit.slots.arena import Arena, Slot

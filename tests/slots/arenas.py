@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, cell_ranges, digest_of
+from ckptkit.model.cells import cell_ranges
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.slots.arena import Arena, Slot
 from ckptkit.slots.reader import SlotReader, read_manifests
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
-from ckptkit.model import manifest as manifest_module
-from ckptkit.model.manifest import LeafRecord, SaveId, digest_of
+from ckptkit.model import digests as digests_module
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import LeafRecord, SaveId
 from ckptkit.restore.tree import abstract_of, boxes_needed, targets_of
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.reader import read_manifests
@@ -221,7 +222,7 @@ def test_boxes_are_page_aligned_and_disjoint() -> None:
 
 def test_large_states_are_copied_completely_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a cell would be copied by nobody, or a piece of it would be left out of its digest."""
-    monkeypatch.setattr(manifest_module, "COPY_PIECE_BYTES", 1000)
+    monkeypatch.setattr(digests_module, "COPY_PIECE_BYTES", 1000)
     monkeypatch.setattr(sharing, "_SHARED_BYTES", 1)
     monkeypatch.setattr(copying, "SMALL_BYTES", 1001)
     monkeypatch.setattr(sharing, "COPY_THREADS", 4)

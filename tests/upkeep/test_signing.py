@@ -36,8 +36,9 @@ import ckptkit
 from ckptkit import CorruptCheckpointError, SigningKeyError, UntrustedStepError
 from ckptkit.cli import main
 from ckptkit.durable.write_step import StepWriter
+from ckptkit.model.digests import digest_of
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.manifest import Manifest, SaveId, digest_of
+from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import copy, plan_copy, sign
@@ -333,13 +334,13 @@ def test_cells_with_the_same_fast_digest_are_told_apart(run: Path, keys: Keys, m
     flip(run / "2")
     sidecar = Manifest.from_bytes((run / "2" / SIDECAR).read_bytes(), path="x")
     whole = {box.digests[0] for leaf in sidecar.arrays["state"] for box in leaf.boxes if leaf.name == "w"}
-    monkeypatch.setattr("ckptkit.model.manifest.copy_digested", lambda *_, **__: next(iter(whole)))
+    monkeypatch.setattr("ckptkit.model.cells.copy_digested", lambda *_, **__: next(iter(whole)))
     real = digest_of
 
     def collides(data: Any) -> str:
         return next(iter(whole)) if len(memoryview(data).cast("B")) == 64 * 8 * 4 else real(bytes(data))
 
-    monkeypatch.setattr("ckptkit.model.manifest.digest_of", collides)
+    monkeypatch.setattr("ckptkit.model.digests.digest_of", collides)
     with ckptkit.CheckpointManager(run) as manager:
         assert len(set(np.asarray(manager.restore(2)["state"]["w"]).ravel())) == 2, "the attack works"
         with pytest.raises(CorruptCheckpointError, match="expected sha256:"):

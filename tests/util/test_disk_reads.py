@@ -10,7 +10,8 @@ import pytest
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.slots.reader import SlotReader
 from ckptkit.util.disk_file import FileReads
 from ckptkit.util.pages import PAGE_BYTES, empty_block, is_cached

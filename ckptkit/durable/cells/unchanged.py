@@ -20,8 +20,9 @@ import tensorstore as ts
 from ckptkit.durable.cells.ocdbt import Placed, places
 from ckptkit.durable.cells.tensorstore_wait import large_objects
 from ckptkit.model.boxes import Box
+from ckptkit.model.digests import digest_of
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.manifest import LeafRecord, digest_of
+from ckptkit.model.manifest import LeafRecord
 from ckptkit.model.paths import OCDBT_MANIFEST
 from ckptkit.store import all_of
 from ckptkit.store.backends import properties_of

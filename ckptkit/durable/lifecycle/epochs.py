@@ -17,7 +17,8 @@ from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.model import paths
-from ckptkit.model.manifest import SaveId, digest_of
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import SaveId
 from ckptkit.store import Store
 
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)

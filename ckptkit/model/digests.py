@@ -1,0 +1,49 @@
+"""Digests of bytes: the fast ones of every cell, the strong ones of signed steps, and copies that are digested."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import xxhash
+
+DIGEST_BYTES = 35  # of a cell, in a manifest
+STRONG = "sha256:"  # begins a digest for which nobody can make other bytes: the records of a signed step have these
+
+
+def digest_of(data: Any) -> str:
+    """xxh3-128 of a contiguous buffer, in hex. 7 GB/s per core, releases the GIL (FACTS 2)."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def strong_digest_of(data: Any) -> str:
+    """SHA-256 of a contiguous buffer, in hex, after `STRONG`. 1 to 2 GB/s per core, releases the GIL."""
+    return STRONG + hashlib.sha256(data).hexdigest()
+
+
+def digest_like(expected: str, data: Any) -> str:
+    """The digest of a contiguous buffer of the kind that `expected` is of."""
+    return strong_digest_of(data) if expected.startswith(STRONG) else digest_of(data)
+
+
+COPY_PIECE_BYTES = 384 << 10  # what was copied is still in a core's cache when it is digested
+
+
+def copy_digested(source: np.ndarray, target: np.ndarray, *, of_target: bool = False) -> str:
+    """Copies flat bytes and returns the digest of the source, or of the target. Releases the GIL.
+
+    Of the source, so that what goes wrong on the way is seen later; of the target where the source may change under
+    the copy. Each byte is read from memory once: 0.75 of the speed of the copy alone.
+    """
+    proven = target if of_target else source
+    if source.nbytes <= COPY_PIECE_BYTES:
+        target[:] = source
+        return digest_of(proven)
+    state = xxhash.xxh3_128()
+    for at in range(0, source.nbytes, COPY_PIECE_BYTES):
+        stop = at + COPY_PIECE_BYTES
+        target[at:stop] = source[at:stop]
+        piece: Any = proven[at:stop]
+        state.update(piece)
+    return state.hexdigest()
