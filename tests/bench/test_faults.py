@@ -21,11 +21,11 @@ from rich.console import Console
 import ckptkit
 from bench.fault_places import Every, Places
 from bench.fault_report import Reference, judge, show, summary
-from bench.fault_run import Outcome
-from bench.fault_schedule import ceiling_s, gap_closed, plan_faults, text_of
+from bench.fault_run import Outcome, _Run
+from bench.fault_schedule import NEWEST, RAMDISK, ceiling_s, gap_closed, plan_faults, text_of
 from bench.fault_tuning import first_guess, learned, sweep
 from ckptkit import EventLog, Kind
-from ckptkit.launch import ExitCode
+from ckptkit.launch import ExitCode, Workers
 from ckptkit.launch.faults import Fault
 from ckptkit.launch.harm import emptied
 
@@ -145,6 +145,19 @@ def test_bit_flip_hits_array_data_of_the_newest_remaining_step(places: Places) -
     assert places.flip(random.Random(5)) is None  # the only copy: nobody could go on without it
     places.remove()
     assert places.flip(random.Random(4)) is None
+
+
+def test_fault_of_a_schedule_damages_the_run_itself(places: Places) -> None:
+    """Contenders would be killed, and never lose what their tiers are for."""
+    code = "import sys, time; time.sleep(60 if sys.argv[1] == '0' else 0)"
+    workers = Workers([sys.executable, "-c", code, "{attempt}"], processes=1)
+    planned = Fault(number=0, after_s=0.2, since="launch", kind="kill", victims=(0,), wipes=(RAMDISK,), flips=(NEWEST,))
+    outcome = _Run(workers, places, [planned]).run(60.0)
+    assert (outcome.code, outcome.flips, outcome.unplanned) == (ExitCode.OK, 1, 0)
+    (told,) = outcome.happened
+    assert told.startswith("0.2 s: process 0, ramdisk wiped, a bit flipped (step 2: slot-")
+    assert list(places.ramdisk(0).iterdir()) == []
+    assert ckptkit.verify(str(places.disk / "ssd")).corrupt
 
 
 def test_verdict_detects_wrong_bits_and_unfinished_runs(tmp_path: Path) -> None:
