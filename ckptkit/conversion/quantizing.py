@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
@@ -35,6 +35,7 @@ from ckptkit.model.quantization import (
 )
 
 SCALE = "_scale"
+_PART = 1 << 18  # elements that are made wide at once
 _SUFFIXES = (SCALE, "_scale_inv")  # the second is that of models whose `quant_method` is `fp8`; it is multiplied too
 # Embeddings and the head stay as they are by default, as in the recipes of the public tools.
 _LEFT_OUT = re.compile(r"embed|(?:^|[._])(?:wte|wpe|shared|lm_head|head)(?:[._]|$)")
@@ -100,10 +101,13 @@ class Weight:
 
     def values(self, box: Box) -> np.ndarray:
         """A box of the quantised weight."""
-        weights = self._source.read(box)
-        scales = spread(self._all_scales(), self._block, box.start, box.stop)
-        values = quantize(weights, scales, self._dtype)
-        self._measure(weights, dequantize(values, scales))
+        all_scales, weights = self._all_scales(), self._source.read(box)
+        values = np.empty(box.shape, self._dtype)
+        for part in _parts(box):
+            of_box = part.slices(box.start)
+            scales = spread(all_scales, self._block, part.start, part.stop)
+            values[of_box] = quantize(weights[of_box], scales, self._dtype)
+            self._measure(weights[of_box], dequantize(values[of_box], scales))
         return values
 
     def scales(self, box: Box) -> np.ndarray:
@@ -133,14 +137,16 @@ class Weight:
     def _largest(self) -> np.ndarray:
         largest = np.zeros(self.scales_shape, np.float32)
         for box in self._source.blocks(self._memory_bytes):
-            found = np.abs(self._source.read(box).astype(np.float32))
-            places = []
-            for axis, (size, low, high) in enumerate(zip(self._block, box.start, box.stop, strict=True)):
-                edges = [low, *range((low // size + 1) * size, high, size)]
-                found = np.maximum.reduceat(found, [edge - low for edge in edges], axis=axis)
-                places.append(slice(low // size, low // size + len(edges)))
-            part = largest[tuple(places)]
-            np.maximum(part, found, out=part)
+            weights = self._source.read(box)
+            for part in _parts(box):
+                found = np.abs(weights[part.slices(box.start)].astype(np.float32))
+                places = []
+                for axis, (size, low, high) in enumerate(zip(self._block, part.start, part.stop, strict=True)):
+                    edges = [low, *range((low // size + 1) * size, high, size)]
+                    found = np.maximum.reduceat(found, [edge - low for edge in edges], axis=axis)
+                    places.append(slice(low // size, low // size + len(edges)))
+                known = largest[tuple(places)]
+                np.maximum(known, found, out=known)
         if not np.isfinite(largest).all():
             raise CheckpointError(
                 f"{self._source.name} has values that are not finite in float32; leave it out with a pattern"
@@ -257,8 +263,20 @@ class _Restored:
         low = tuple(a // size for a, size in zip(box.start, self._block, strict=True))
         high = tuple(-(-b // size) for b, size in zip(box.stop, self._block, strict=True))
         high = tuple(max(a, b) for a, b in zip(low, high, strict=True))
-        scales = spread(self._scales.read(Box(low, high)), self._block, box.start, box.stop, origin=low)
-        return dequantize(self._values.read(box), scales)
+        scales, values = self._scales.read(Box(low, high)), self._values.read(box)
+        made = np.empty(box.shape, np.float32)
+        for part in _parts(box):
+            of_box = part.slices(box.start)
+            each = spread(scales, self._block, part.start, part.stop, origin=low)
+            made[of_box] = dequantize(values[of_box], each)
+        return made
+
+
+def _parts(box: Box) -> Iterator[Box]:
+    """The box in whole rows, with so few elements that temporary arrays are small."""
+    rows = max(1, _PART // max(1, math.prod(box.shape[1:])))
+    for low in range(box.start[0], box.stop[0], rows):
+        yield Box((low, *box.start[1:]), (min(low + rows, box.stop[0]), *box.stop[1:]))
 
 
 def _fitting(name: str, values: Tensor, scale: str, tensors: Tensors) -> tuple[int, ...]:

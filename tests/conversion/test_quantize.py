@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ import pytest
 
 import ckptkit
 from ckptkit.conversion import Quantization, convert, plan_convert
+from ckptkit.conversion.quantizing import Weight
 from ckptkit.formats import open_checkpoint
+from ckptkit.formats.tensors import Tensor
+from ckptkit.inspection.records import LeafInfo
+from ckptkit.model.boxes import Box
+from ckptkit.model.quantization import DTYPES
 from tests.cli.conftest import Run
 from tests.conversion.test_assembling import read
 from tests.formats.writers import by_safetensors
@@ -105,6 +111,46 @@ def test_quantised_weights_are_those_of_numpy(
     assert strategy.items() <= group["weights"].items()
     assert config["quantization_config"]["ignore"] == ["lm_head", "model.embed_tokens"]
     assert config["quantization_config"]["format"] == group["format"]
+
+
+@pytest.mark.parametrize("block", [(1, 96), (64, 1), (16, 48), (8, 8)])
+def test_scales_span_the_parts_in_which_a_weight_is_read(block: tuple[int, int]) -> None:
+    """A weight in chunks would get the scales of its last chunk, or be read once for each of them."""
+    weight = weights((64, 96))
+    reads: list[Box] = []
+
+    def fetch(box: Box) -> np.ndarray:
+        reads.append(box)
+        return weight[box.slices()]
+
+    leaf = LeafInfo(path=("x",), kind="tensor", dtype="float32", shape=weight.shape, cell=(20, 36))
+    source = Tensor(item="", leaf=leaf, fetch=fetch)
+    quantised = Weight(source, DTYPES["int8"], block, 12_000, {})
+    found = np.empty(weight.shape, np.int8)
+    boxes = list(source.blocks(12_000))
+    assert len(boxes) > 4
+    for box in boxes:
+        found[box.slices()] = quantised.values(box)
+    values, scales = by_hand(weight, "int8", block)
+    assert found.tobytes() == values.tobytes()
+    assert quantised.scales(Box.whole(scales.shape)).tobytes() == scales.tobytes()
+    assert sorted(reads) == sorted(boxes * 2)
+    assert quantised.error is not None
+
+
+def test_temporary_arrays_are_small_beside_a_block() -> None:
+    """A conversion within a budget would need several times as much: a block as float32, scaled, rounded and back."""
+    weight = RNG.standard_normal((4096, 1024), dtype=np.float32)  # 16 MiB
+    leaf = LeafInfo(path=("x",), kind="tensor", dtype="float32", shape=weight.shape)
+    source = Tensor(item="", leaf=leaf, fetch=lambda box: weight[box.slices()])
+    quantised = Weight(source, DTYPES["fp8"], (1, 1024), 1 << 30, {})
+    tracemalloc.start()
+    try:
+        values = quantised.values(Box.whole(weight.shape))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < values.nbytes + (8 << 20)
 
 
 def test_quantised_weights_are_read_back(ckpt: Run, tmp_path: Path) -> None:

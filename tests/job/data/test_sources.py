@@ -86,15 +86,15 @@ def parquet(files: Files) -> Any:
 
 def tfds(files: Files) -> Any:
     """Records by index, from a data set that TFDS has prepared as ArrayRecord; TensorFlow is not needed."""
-    tensorflow_datasets = pytest.importorskip("tensorflow_datasets", reason="pip install tensorflow-datasets")
+    datasets: Any = pytest.importorskip("tensorflow_datasets", reason="pip install tensorflow-datasets")
 
-    class Ids(tensorflow_datasets.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tensorflow_datasets.core.Version("1.0.0")
+    class Ids(datasets.core.GeneratorBasedBuilder, skip_registration=True):  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
+        VERSION = datasets.core.Version("1.0.0")
         pkg_dir_path, code_path = files.written, None  # it looks for the files of a published data set
 
         def _info(self) -> Any:
-            features = {"id": tensorflow_datasets.features.Scalar(np.int64)}
-            return self.dataset_info_from_configs(features=tensorflow_datasets.features.FeaturesDict(features))
+            features = {"id": datasets.features.Scalar(np.int64)}
+            return self.dataset_info_from_configs(features=datasets.features.FeaturesDict(features))
 
         def _split_generators(self, _: Any) -> Any:
             return {"train": self._generate_examples()}
@@ -102,9 +102,9 @@ def tfds(files: Files) -> Any:
         def _generate_examples(self) -> Any:
             return ((number, {"id": number}) for number in range(RECORDS))
 
-    tensorflow_datasets.disable_progress_bar()
+    datasets.disable_progress_bar()
     Ids(data_dir=files.written, file_format="array_record").download_and_prepare()
-    builder = tensorflow_datasets.builder_from_directory(files.local() / "ids" / "1.0.0")
+    builder = datasets.builder_from_directory(files.local() / "ids" / "1.0.0")
     return grain.MapDataset.source(builder.as_data_source("train")).seed(1).shuffle().map(lambda row: row["id"])
 
 
