@@ -96,7 +96,17 @@ class CaseType(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-@click.command(context_settings={"max_content_width": 120})
+def _others() -> str:
+    """The campaigns, with the first sentence of each one's help; `\\b` keeps click from joining the lines."""
+    told = {
+        name: campaign.get_short_help_str(95) if isinstance(campaign, click.Command) else "Every command on odd roots."
+        for name, campaign in _CAMPAIGNS.items()
+    }
+    lines = [f"  {name:12}{text}" for name, text in sorted(told.items())]
+    return "\n".join(["\b", "Others, with options of their own (python -m bench NAME --help):", *lines])
+
+
+@click.command(context_settings={"max_content_width": 120}, epilog=_others())
 @click.argument("benchmark", type=click.Choice(["stall", "commit", "restore", "durable"]))
 @click.option("--full", is_flag=True, help="Every state, on 1 and on 8 devices; without it 125m on 1.")
 @click.option("--state", "cases", type=CaseType(), multiple=True, help="A state such as many@8, instead; repeatable.")

@@ -22,6 +22,13 @@ def test_every_benchmark_with_rows_is_run_by_all() -> None:
     assert set(everything.SMALL) == {entry.name for entry in everything.ENTRIES}
 
 
+def test_help_lists_every_benchmark() -> None:
+    """A reader would have to find the others in the sources."""
+    shown = CliRunner().invoke(commands.main, ["--help"]).output
+    listed = {line.split()[0] for line in shown.partition("Others,")[2].splitlines()[1:] if line.strip()}
+    assert listed == set(commands._CAMPAIGNS)
+
+
 @pytest.mark.parametrize("entry", everything.ENTRIES, ids=lambda entry: entry.name)
 def test_every_campaign_entry_has_valid_arguments(entry: everything.Entry) -> None:
     """A renamed option would show after an hour, as one benchmark less."""
