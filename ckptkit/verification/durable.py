@@ -112,7 +112,7 @@ def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, 
 
 def _with_sharers(place: Place, looked: _Looked, damaged: Sequence[Finding]) -> Iterator[Finding]:
     """The findings about cells, each with the other steps that have the damaged file too."""
-    shared = shared_files(place.url) if damaged else {}
+    shared = shared_files(place.url) if damaged and looked.records else {}
     if not shared:
         yield from damaged
         return
