@@ -2,8 +2,8 @@
 
 `weight = quantised * scale`, symmetric, without a zero point. A scale is the largest magnitude of its block times the
 reciprocal of the dtype's limit. A value is the weight times the reciprocal of its scale, clipped to the limits and
-rounded to nearest even. All of it is in float32 and elementwise, so NumPy and JAX get the same bits. (No weight is
-divided: XLA compiles a division to such a multiplication in some programs, and not in others.)
+rounded to nearest even. All of it is in float32 and elementwise, so NumPy and JAX on CPUs get the same bits. (No
+weight is divided: XLA compiles a division to such a multiplication in some programs, and not in others.)
 """
 
 from __future__ import annotations
