@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 .PHONY: setup setup-system setup-cluster demo demo-guard demo-certify test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
-.PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3
+.PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3 release
 
 setup: $(STAMP)
 
@@ -136,6 +136,10 @@ docs-dashboard: setup
 # Installs the built wheel and its dependencies from the registry into a fresh environment, as a person does.
 test-wheel: setup
 	$(BIN)/python -m pytest -m "slow or not slow" -o faulthandler_timeout=1200 tests/packaging
+
+# Wheel and sdist in dist/, of the commit alone, checked on every Python from 3.11 to 3.14 that is here. Uploads nothing.
+release: setup
+	$(BIN)/python -m tools.release
 
 # The lowest versions that pyproject.toml allows, then the newest; with PYTHON=python3.12 those may be newer still.
 VERSION_TESTS := tests/model tests/util tests/job tests/store tests/slots tests/durable tests/snapshot tests/schedule tests/save \

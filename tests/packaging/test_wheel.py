@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -15,30 +14,34 @@ import pytest
 
 import ckptkit
 from tools.floor import floors
+from tools.release import build, call, check
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("core_only.py")
 
 
-def call(*words: object, cwd: Path, **environ: str) -> str:
-    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS")}
-    command = [str(word) for word in words]
-    done = subprocess.run(command, cwd=cwd, env={**env, **environ}, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: a build leaves files next to its sources."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Wheel and sdist, built from a copy: a build leaves files next to its sources."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in ("ckptkit", "trainer", "tools", "bench", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, ".", cwd=copy)
-    (built,) = out.glob("ckptkit_jax-*.whl")
-    return built
+    return build(copy, out)
+
+
+@pytest.fixture(scope="module")
+def wheel(built: tuple[Path, Path]) -> Path:
+    return built[0]
+
+
+def test_sdist_has_the_sources_of_the_wheel(built: tuple[Path, Path]) -> None:
+    """A package manager that builds from source would install another library, or one without its license."""
+    with tarfile.open(built[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "ckptkit/py.typed"} <= names
+    assert {name for name in zipfile.ZipFile(built[0]).namelist() if name.endswith(".py")} <= names
 
 
 def test_wheel_contains_only_the_library(wheel: Path) -> None:
@@ -106,14 +109,9 @@ def test_extras_and_version_match_the_documents() -> None:
 
 
 @pytest.mark.slow
-def test_fresh_environment_needs_no_other_package(wheel: Path, tmp_path: Path) -> None:
+def test_fresh_environment_needs_no_other_package(wheel: Path) -> None:
     """The same from the registry, as a person installs it: `make test-wheel`."""
-    call(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
-    python = tmp_path / "venv" / "bin" / "python"
-    call(python, "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
-    assert f"CORE ONLY: {tmp_path / 'venv'}" in call(python, SCRIPT, tmp_path / "work", cwd=tmp_path)
-    said = call(tmp_path / "venv" / "bin" / "ckptkit", "inspect", tmp_path / "work" / "run" / "2", cwd=tmp_path)
-    assert "w" in said
+    check(sys.executable, wheel, SCRIPT)
 
 
 def test_floor_versions_match_the_requirements() -> None:
