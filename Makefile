@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml
 # What only some tests need from Debian's packages; a test that needs one and does not find it says so.
 setup-system:
 	apt-get update --quiet=2
-	apt-get install --yes --quiet=2 --no-install-recommends strace chromium prometheus
+	apt-get install --yes --quiet=2 --no-install-recommends strace chromium prometheus zsh
 
 # What the tests under mpirun and Slurm need; without it they say that they are skipped.
 setup-cluster:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -30,8 +31,8 @@ _HOST = "host-a"
 _ERASED = re.compile(r"[^\n]*\n\x1b\[\?25h\r\x1b\[1A\x1b\[2K|[^\n]*\r(?:\x1b\[K)*")
 
 
-def save_steps(root: Path) -> None:
-    """Two steps of a small model on four devices, as a job saves them."""
+def save_steps(root: Path, **more: Any) -> None:
+    """Two steps of a small model on four devices, as a job saves them; `more` is for the manager."""
     import jax
     import jax.numpy as jnp
     import orbax.checkpoint as ocp
@@ -55,7 +56,8 @@ def save_steps(root: Path) -> None:
     }
     key = jax.device_put(jax.random.key(0), NamedSharding(mesh, PartitionSpec()))
     options = ocp.CheckpointManagerOptions(save_interval_steps=100)
-    with ckptkit.CheckpointManager(root, options=options, host_id=_HOST) as manager:
+    settings: dict[str, Any] = {"host_id": _HOST, **more}
+    with ckptkit.CheckpointManager(root, options=options, **settings) as manager:
         for step in (100, 200):
             state = {"params": params, "rng": key, "step": step}
             data = ocp.args.JsonSave({"position": 64 * step})  # pyright: ignore[reportCallIssue]

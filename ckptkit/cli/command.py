@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 import ckptkit
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
@@ -47,6 +48,38 @@ _COMMANDS = {
 }
 
 
+# The example at the end of each command's help. A test runs all of them.
+_EXAMPLES = {
+    "certify": "certify run --replay train:replay",
+    "chaos": "chaos --faults 4 --kind kill:3 --kind preempt:1 --dry-run -- python train.py",
+    "convert": "convert run/200 model.safetensors --to safetensors",
+    "copy": "copy run/200 kept",
+    "diff": "diff run/100 run/200 --rtol 1e-3",
+    "doctor": "doctor run --events run/events",
+    "du": "du run --tier /dev/shm/ckpt",
+    "explain": "explain other --like run/200",
+    "extract": "extract run/200 params.safetensors --only params --to safetensors",
+    "goodput": "goodput run/events",
+    "inspect": "inspect run --sort bytes",
+    "merge": "merge encoder.npz head.npz model.npz --to npz",
+    "pin": "pin run 100",
+    "plan-restore": "plan-restore run --tier /dev/shm/ckpt",
+    "prune": "prune run --keep newest=2 --keep every=1000 --dry-run",
+    "reshard": "reshard run/200 new/200 --mesh data=2,model=4",
+    "rollback": "rollback run --to 100 --dry-run",
+    "run": "run --processes 2 -- python train.py",
+    "scrub": "scrub run --tier /dev/shm/ckpt --repair",
+    "sign": "sign run/200 --key private.pem",
+    "simulate": "simulate --preset spot --hosts 64 --days 2 --runs 20",
+    "steps": "steps run --tier /dev/shm/ckpt",
+    "tiers clean": "tiers clean /dev/shm/ckpt --idle 7d --dry-run",
+    "tiers list": "tiers list /dev/shm/ckpt",
+    "tune": "tune other --like run/200 --probe 1MB --rounds 1",
+    "unpin": "unpin run 100",
+    "verify": "verify run",
+}
+
+
 class _Commands(click.Group):
     """The group. It imports a command when that is called or its own help is asked for."""
 
@@ -61,7 +94,15 @@ class _Commands(click.Group):
         module = importlib.import_module(f"ckptkit.cli.{_COMMANDS[cmd_name][0]}")
         found: click.Command = getattr(module, cmd_name.replace("-", "_"))
         _refuse_empty_paths(found)
+        _add_examples(found, cmd_name)
         return found
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The names at once: click would import every command at each Tab."""
+        items = [
+            CompletionItem(name, help=line) for name, (_, line) in _COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -90,6 +131,13 @@ def _refuse_empty_paths(command: click.Command) -> None:
         is_path = isinstance(parameter, click.Argument) and parameter.type is not click.UNPROCESSED
         if is_path or parameter.metavar in _PATH_METAVARS:
             parameter.callback = _not_empty
+
+
+def _add_examples(command: click.Command, name: str) -> None:
+    for below, each in getattr(command, "commands", {}).items():
+        _add_examples(each, f"{name} {below}")
+    if name in _EXAMPLES:
+        command.epilog = f"\b\nExample:\n  ckptkit {_EXAMPLES[name]}"
 
 
 def _not_empty(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:

@@ -90,7 +90,7 @@ def rollback(
     as_json: bool,
     timeout_s: float,
 ) -> int:
-    """Make every restart of ROOT continue from STEP: a record supersedes all newer steps, in every tier of every host.
+    """Make every restart of ROOT continue from STEP: a record abandons all newer steps, in every tier of every host.
 
     STEP is read and verified first. Nothing is deleted, and a rollback cannot be undone. Stop the job first: the next
     durable save of a running job is refused.
@@ -185,7 +185,7 @@ def show_prune(plan: PrunePlan) -> None:
 
 def show_rollback(plan: RollbackPlan) -> None:
     """Prints it on stdout."""
-    verb = "superseded" if plan.done else "would be superseded"
+    verb = "abandoned" if plan.done else "would be abandoned"
     print_line(f"{plan.root}: goes on from step {plan.step}; {count_text(len(plan.abandoned), 'newer step')} {verb}")
     for note in plan.notes:
         print_line(f"  {note}")

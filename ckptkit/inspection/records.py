@@ -15,7 +15,7 @@ from ckptkit.model.manifest import SaveId
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
 
-StepState = Literal["committed", "partial", "unfinished", "superseded", "damaged"]
+StepState = Literal["committed", "partial", "unfinished", "abandoned", "damaged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ def read_ancestry(place: Place) -> tuple[Ancestry, list[str]]:
             ancestry, problems = EpochRecords(place.store).check()
             return ancestry, [f"{problem}; the other copy was read" for problem in problems]
     except CorruptCheckpointError as error:
-        return Ancestry(), [f"{error}; which steps a rollback superseded is not known"]
+        return Ancestry(), [f"{error}; which steps a rollback abandoned is not known"]
 
 
 def read_root(place: Place, ancestry: Ancestry, *, step_prefix: str | None = None) -> RootSteps:
@@ -210,7 +210,7 @@ def _recorded(place: Place, step: int, items: Mapping[str, ItemKind | None], anc
     return DurableStep(
         place=place,
         step=step,
-        state="damaged" if problem else "superseded" if ancestry.superseded(found) else "committed",
+        state="damaged" if problem else "abandoned" if ancestry.superseded(found) else "committed",
         identity=found,
         kind=class_of(identity, items, [problem] if problem else [], lost=bool(lost)),
         at_s=at_s,

@@ -148,7 +148,7 @@ def _merged(entries: list[StepEntry], shares: Sequence[tuple[str, Share]], ances
         by_save.setdefault(share.manifest.save_id, []).append((tier, share))
     merged = []
     for entry in entries:
-        joined = entry.save_id is not None and entry.state in ("committed", "superseded")
+        joined = entry.save_id is not None and entry.state in ("committed", "abandoned")
         fast = by_save.pop(entry.save_id, []) if joined and entry.save_id is not None else []
         merged.append(replace(entry, holdings=(*_holdings(fast), *entry.holdings)))
     return merged + [_fast_entry(save_id, found, ancestry) for save_id, found in by_save.items()]
@@ -161,7 +161,7 @@ def _fast_entry(save_id: SaveId, shares: Sequence[tuple[str, Share]], ancestry: 
         step=save_id.step, state="committed", save_id=save_id, items=tuple(names), holdings=_holdings(shares)
     )
     if ancestry.superseded(save_id):
-        return replace(entry, state="superseded")
+        return replace(entry, state="abandoned")
     return entry if len(entry.processes or ()) == entry.expected else replace(entry, state="partial")
 
 

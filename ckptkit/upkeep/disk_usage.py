@@ -26,7 +26,7 @@ from ckptkit.store.roots import root_url
 from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
 
 UsageKind = Literal["arrays", "digests", "small", "metadata"]
-DeadKind = Literal["leftover", "superseded", "quarantine", "stray", "unreferenced"]
+DeadKind = Literal["leftover", "abandoned", "quarantine", "stray", "unreferenced"]
 
 _METADATA = frozenset(
     {TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, paths.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"}
@@ -121,10 +121,10 @@ def usage(
     dead = _root_dead(place, found)
     dead += [
         DeadWeight(
-            kind="superseded", path=s.place.url, stored_bytes=s.place.stored_bytes(), remedy=_superseded(s, pinned)
+            kind="abandoned", path=s.place.url, stored_bytes=s.place.stored_bytes(), remedy=_abandoned(s, pinned)
         )
         for s in steps
-        if s.state == "superseded"
+        if s.state == "abandoned"
     ]
     arenas = list_arenas(tiers, root=place.url, host_id=host_id)
     dead += [
@@ -208,7 +208,7 @@ def _kind(item: Place, key: str, *, inside: bool) -> UsageKind:
     return "arrays" if item_kind(item) == "arrays" else "small"
 
 
-def _superseded(each: DurableStep, pinned: set[int]) -> str:
+def _abandoned(each: DurableStep, pinned: set[int]) -> str:
     if each.step in pinned:
         return "it is pinned: `ckptkit unpin`, then `ckptkit prune`"
     return "the job's next pruning, or `ckptkit prune`"

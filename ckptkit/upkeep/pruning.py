@@ -276,11 +276,11 @@ def _judged(each: DurableStep, size: StepBytes, kept: Sequence[str], corrupt: st
         act, reasons = "leave", (left,)
     elif kept:
         act, reasons = "keep", tuple(kept)
-    elif each.state == "superseded" and each.step > top and not each.place.store.properties.atomic_rename:
+    elif each.state == "abandoned" and each.step > top and not each.place.store.properties.atomic_rename:
         # In a bucket nothing tells its objects from those of the save that takes its number while they are deleted.
-        act, reasons = "leave", ("superseded, and its number is still ahead of the run, which replaces it",)
-    elif each.state == "superseded":
-        act, reasons = "delete", ("superseded",)
+        act, reasons = "leave", ("abandoned, and its number is still ahead of the run, which replaces it",)
+    elif each.state == "abandoned":
+        act, reasons = "delete", ("abandoned",)
     else:
         act, reasons = "delete", ("no rule keeps it",)
     return PruneStep(

@@ -71,7 +71,7 @@ def plan_rollback(
     The step is read and proven first (`unread`: its records are taken for that), because once the record is written no
     restart takes a newer one. A tier that is not given is not looked at, and the record counts for it all the same.
 
-    Raises `StepNotFoundError` for a step that no restart would take (none there, superseded, not whole),
+    Raises `StepNotFoundError` for a step that no restart would take (none there, abandoned, not whole),
     `CorruptCheckpointError` where it is damaged or the epoch records are, `StoreError` for what cannot be reached.
     """
     listing = list_steps(root, tiers=tiers, host_id=host_id, step_prefix=step_prefix, timeout_s=timeout_s)
@@ -83,7 +83,7 @@ def plan_rollback(
     identity = entry.save_id or before.of_stock(step)
     live = [each for each in listing.steps if each.state in ("committed", "partial")]
     newer = tuple(each for each in live if each.step > step and (each.save_id or before.of_stock(each.step)) > identity)
-    stock = [each.step for each in listing.steps if each.save_id is None and each.state in ("committed", "superseded")]
+    stock = [each.step for each in listing.steps if each.save_id is None and each.state in ("committed", "abandoned")]
     seen = [each.save_id.epoch for each in listing.steps if each.save_id is not None]
     epoch = max([before.epoch, *seen]) + 1
     return RollbackPlan(
@@ -125,7 +125,7 @@ def _chosen(entries: Sequence[StepEntry], step: int, root: str) -> StepEntry:
             return each
     states = ", ".join(each.state for each in of_number)
     why = f"it is {states}" if of_number else "there is none"
-    if any(each.state == "superseded" for each in of_number):
+    if any(each.state == "abandoned" for each in of_number):
         why += f"; `ckptkit copy {root}/{step} NEW_ROOT` takes it to a root where it is not"
     raise StepNotFoundError(f"{root}: no restart would take step {step}: {why}", step=step, path=root)
 

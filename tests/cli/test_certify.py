@@ -46,13 +46,18 @@ def no_plan(words: Sequence[str]) -> int:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
+    return make_root(tmp_path)
+
+
+def make_root(home: Path) -> Path:
+    """A run that `plan` replays."""
     state, data = {"w": jnp.zeros(4)}, batches(0)
-    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+    with ckptkit.CheckpointManager(home / "run") as manager:
         for step in range(1, 10):
             state = take_step(state, next(data))
             if step % 3 == 0:
                 manager.save(step, args=ocp.args.StandardSave(state))
-    return tmp_path / "run"
+    return home / "run"
 
 
 def certified(root: Path) -> list[int]:

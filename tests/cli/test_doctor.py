@@ -96,7 +96,7 @@ def arena(*, live: bool, size: int = 4096) -> ArenaEntry:
 
 
 def dead(size: int, where: str = "/r/9") -> DeadWeight:
-    return DeadWeight(kind="superseded", path=where, stored_bytes=size, remedy="prune")
+    return DeadWeight(kind="abandoned", path=where, stored_bytes=size, remedy="prune")
 
 
 def restored(at_s: float, **sources: int) -> Event:
@@ -242,7 +242,7 @@ CASES: list[Case] = [
         rules.dead_weight,
         Facts(usage=used(2, dead=[dead(30)])),
         Facts(usage=used(10, dead=[dead(30), dead(10_000, "/ram/x/_quarantine")])),
-        "30 B of 200 B are dead weight: superseded 30 B",
+        "30 B of 200 B are dead weight: abandoned 30 B",
     ),
     (rules.many_steps, Facts(usage=used(51)), Facts(usage=used(50)), "51 durable steps are kept, 5.0 KiB"),
     (
@@ -342,7 +342,7 @@ def test_damaged_run_is_diagnosed(ckpt: Run, mine: Ours, tmp_path: Path) -> None
         "At risk",
         "1 save is damaged: ",
         "Wasteful",
-        "are dead weight: superseded",
+        "are dead weight: abandoned",
         "-> `ckptkit du",
         "no process of the job runs here",
         "-> where it is not started again: `ckptkit tiers clean",

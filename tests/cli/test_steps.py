@@ -37,8 +37,8 @@ def test_lists_steps_of_all_tiers_and_states(ckpt: Run, ours: Ours) -> None:
     assert {step: entry["state"] for step, entry in steps.items()} == {
         4: "committed",
         5: "committed",
-        7: "superseded",
-        8: "superseded",
+        7: "abandoned",
+        8: "abandoned",
     }
     held = {step: [tier["tier"] for tier in entry["tiers"]] for step, entry in steps.items()}
     assert held == {4: ["durable"], 5: [str(ours.ram)], 7: [str(ours.ram)], 8: [str(ours.ram), "durable"]}
@@ -56,7 +56,7 @@ def test_text_table_has_all_columns(ckpt: Run, ours: Ours) -> None:
     lines = ckpt("steps", ours.root, *tiers(ours)).out.splitlines()
     assert lines[0] == f"{ours.root}: 4 steps, host {HOST}"
     (row,) = [line.split() for line in lines if line.split()[:1] == ["8"]]
-    assert row[:5] == ["8", "superseded", "8@1.8", f"{ours.ram},", "durable"]
+    assert row[:5] == ["8", "abandoned", "8@1.8", f"{ours.ram},", "durable"]
     assert row[-5:] == ["1", "of", "1", "data,", "state"]
 
 
@@ -124,8 +124,8 @@ def test_unfinished_and_damaged_steps_are_marked(ckpt: Run, mine: Ours) -> None:
     assert found == [
         (4, "committed", 1),
         (5, "damaged", 1),
-        (7, "superseded", 1),
-        (8, "superseded", 1),  # the ramdisk's share, which the damaged durable step cannot claim any more
+        (7, "abandoned", 1),
+        (8, "abandoned", 1),  # the ramdisk's share, which the damaged durable step cannot claim any more
         (8, "damaged", 1),
         (12, "unfinished", 1),
         (16, "damaged", 1),

@@ -39,22 +39,22 @@ def test_dry_runs_print_the_plan_and_write_nothing(ckpt: Run, ours: Ours, tmp_pa
 def test_commands_work_in_sequence(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
     """The commands would not fit together."""
     found = json.loads(ckpt("du", mine.root, "--tier", mine.ram, "--host-id", HOST, "--keep", "newest=1", "--json").out)
-    assert [(step["step"], step["state"]) for step in found["steps"]] == [(4, "committed"), (8, "superseded")]
-    assert [dead["kind"] for dead in found["dead"]] == ["superseded"]
+    assert [(step["step"], step["state"]) for step in found["steps"]] == [(4, "committed"), (8, "abandoned")]
+    assert [dead["kind"] for dead in found["dead"]] == ["abandoned"]
     assert found["prune"]["freed_bytes"] == found["dead"][0]["bytes"] == found["steps"][1]["bytes"]
     assert found["tiers"][0]["saves"][-1] == {"step": 5, "epoch": 2, "number": 0}
     assert "a pruning would free" in ckpt("du", mine.root, "--keep", "newest=1").out
     assert "pinned are: 8" in ckpt("pin", mine.root, "8", "--reason", "paper").out
-    assert "superseded, pinned (paper)" in ckpt("du", mine.root).out
+    assert "abandoned, pinned (paper)" in ckpt("du", mine.root).out
     assert json.loads(ckpt("prune", mine.root, "--keep", "newest=1", "--json").out)["freed_bytes"] == 0
     assert ckpt("unpin", mine.root, "8").code == 0
-    assert "8          superseded" in ckpt("prune", mine.root, "--keep", "newest=1", "--keep", "every=100").out
+    assert "8          abandoned" in ckpt("prune", mine.root, "--keep", "newest=1", "--keep", "every=100").out
     assert not (mine.root / "8").exists()
     assert "1 step" in ckpt("copy", mine.root, tmp_path / "into").out
     assert "there already" in ckpt("copy", mine.root, tmp_path / "into", "--resume").out
     assert ckpt("verify", tmp_path / "into").code == 0
     rolled = ckpt("rollback", mine.root, "--to", "4", "--tier", mine.ram, "--host-id", HOST)
-    assert "goes on from step 4; 1 newer step superseded" in rolled.out
+    assert "goes on from step 4; 1 newer step abandoned" in rolled.out
     assert ckpt("rollback", mine.root, "--to", "5", "--tier", mine.ram, "--host-id", HOST).code == 10
     listed = json.loads(ckpt("tiers", "list", mine.ram, "--json").out)["arenas"]
     assert [(each["host_id"], each["live"]) for each in listed] == [(HOST, False)]
@@ -75,7 +75,7 @@ def test_commands_work_in_sequence(ckpt: Run, mine: Ours, tmp_path: Path) -> Non
         (("prune", "{home}/none", "--keep", "newest=1"), 10, "there is no such root"),
         (("du", "{home}/none"), 10, "there is no such root"),
         (("rollback", "{root}", "--to", "77"), 10, "no restart would take step 77: there is none"),
-        (("rollback", "{root}", "--to", "8"), 10, "it is superseded"),
+        (("rollback", "{root}", "--to", "8"), 10, "it is abandoned"),
         (("rollback", "{home}/none", "--to", "1"), 10, "there is no such root"),
         (("pin", "{root}", "77"), 10, "no committed durable step 77"),
         (("pin", "{root}", "99999999999999999999"), 10, "no committed durable step 99999999999999999999"),
@@ -139,7 +139,7 @@ def test_copy_reports_steps_copied_before_a_damaged_one(ckpt: Run, tmp_path: Pat
 
 def test_prune_text_states_freed_bytes_and_steps(ckpt: Run, mine: Ours) -> None:
     """A person would read `0 B: steps none`."""
-    assert ckpt("du", mine.root, "--keep", "newest=9").out.endswith(": step 8\n"), "superseded"
+    assert ckpt("du", mine.root, "--keep", "newest=9").out.endswith(": step 8\n"), "abandoned"
     assert ckpt("prune", mine.root, "--keep", "newest=9").out.startswith(f"{mine.root}: 1 of 2 steps, ")
     assert ckpt("du", mine.root, "--keep", "newest=9").out.endswith("a pruning would free nothing\n")
     assert ckpt("prune", mine.root, "--keep", "newest=9").out.startswith(f"{mine.root}: 0 of 1 step, ")

@@ -78,7 +78,7 @@ def test_step_adopted_as_newest_supersedes_nothing(run: str, other: Path) -> Non
     assert restored(run) == (2050, 50)
     assert stock_value(run, 2050) == 50
     assert save_more(run, (2051,), max_to_keep=4) == [1000, 2000, 2050, 2051]
-    assert not any(entry.state == "superseded" for entry in ckptkit.list_steps(run, host_id=HOST).steps)
+    assert not any(entry.state == "abandoned" for entry in ckptkit.list_steps(run, host_id=HOST).steps)
 
 
 def test_step_adopted_as_history_is_never_the_newest(run: str, other: Path) -> None:
@@ -91,7 +91,7 @@ def test_step_adopted_as_history_is_never_the_newest(run: str, other: Path) -> N
     assert restored(run, 50) == (50, 50)
     rollback(plan_rollback(run, 1000, host_id=HOST))
     states = {entry.step: entry.state for entry in ckptkit.list_steps(run, host_id=HOST).steps}
-    assert states == {50: "committed", 1000: "committed", 2000: "superseded"}
+    assert states == {50: "committed", 1000: "committed", 2000: "abandoned"}
 
 
 @pytest.mark.parametrize(("adopted", "step", "newest"), [("newest", 3000, 3000), ("history", 7, 2000)])

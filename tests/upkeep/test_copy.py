@@ -37,7 +37,7 @@ def test_root_is_copied_to_a_bucket_and_back(tmp_path: Path, server: BucketServe
     (root / "9.orbax-checkpoint-tmp").mkdir()
     plan = plan_copy(str(root), BUCKET)
     assert [(each.step, each.act) for each in plan.steps] == [(1, "copy"), (2, "copy"), (3, "copy")]
-    assert plan.notes == ("not copied: step 4, superseded", "not copied: step 9, unfinished")
+    assert plan.notes == ("not copied: step 4, abandoned", "not copied: step 9, unfinished")
     assert open_store(BUCKET).list("") == [], "a plan writes nothing"
     seen: list[tuple[int, int]] = []
     assert copy(plan, progress=lambda moved, total: seen.append((moved, total))).done

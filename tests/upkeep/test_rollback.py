@@ -30,7 +30,7 @@ def test_restart_restores_the_rolled_back_step(tmp_path: Path) -> None:
     assert steps_in(root) == [2, 3, 4, 5]
     assert restored(root, ram=ram) == (3, 3)
     states = {each.step: each.state for each in list_steps(str(root), tiers=[str(ram)], host_id=HOST).steps}
-    assert (states[3], states[4], states[5]) == ("committed", "superseded", "superseded")
+    assert (states[3], states[4], states[5]) == ("committed", "abandoned", "abandoned")
     with manager_of(root, ram=ram) as manager:
         manager.restore(None)
         save(manager, 4, 44)
@@ -63,7 +63,7 @@ def test_rollback_to_an_unrestorable_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StepNotFoundError, match="no restart would take step 7: there is none"):
         plan_rollback(str(root), 7, host_id=HOST)
     rollback(plan_rollback(str(root), 1, host_id=HOST))
-    with pytest.raises(StepNotFoundError, match=r"it is superseded; `ckptkit copy .*/4 NEW_ROOT` takes it"):
+    with pytest.raises(StepNotFoundError, match=r"it is abandoned; `ckptkit copy .*/4 NEW_ROOT` takes it"):
         plan_rollback(str(root), 4, host_id=HOST)
 
 

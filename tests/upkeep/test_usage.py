@@ -53,7 +53,7 @@ def test_every_byte_is_counted_once(tmp_path: Path) -> None:
     assert [(each.step, each.state, each.pinned, each.in_use) for each in found.steps] == [
         (1, "committed", True, False),
         (2, "committed", False, True),
-        (3, "superseded", False, False),
+        (3, "abandoned", False, False),
     ]
     for each in found.steps:
         assert each.stored_bytes == sum(each.items.values()) == sum(each.kinds.values())
@@ -66,7 +66,7 @@ def test_every_byte_is_counted_once(tmp_path: Path) -> None:
         ("stray", "notes"): 70,
         ("stray", "stray.bin"): 7,
         ("quarantine", "_quarantine"): 500,
-        ("superseded", "3"): bytes_below(root / "3"),
+        ("abandoned", "3"): bytes_below(root / "3"),
     }
     (arena,) = found.arenas
     assert (len(arena.saves), arena.live) == (3, False)

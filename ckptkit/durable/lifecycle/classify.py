@@ -46,7 +46,7 @@ _LOOKS_MAX = 64  # directories below one that are looked into: a step has few it
 
 
 class StepClass(StrEnum):
-    """The classes of a root's entries. `unfinished` and `superseded` are states of a step, whatever its class."""
+    """The classes of a root's entries. `unfinished` and `abandoned` are states of a step, whatever its class."""
 
     WHOLE = "our save, whole"
     DAMAGED = "our save, damaged"

@@ -13,7 +13,7 @@ from typing import Literal, final
 from ckptkit.durable.lifecycle.classify import StepClass
 
 Action = Literal["delete", "mend", "quarantine", "replace", "overtake"]
-StepStateName = Literal["committed", "partial", "superseded", "unfinished", "damaged"]
+StepStateName = Literal["committed", "partial", "abandoned", "unfinished", "damaged"]
 
 ALLOWED: Mapping[Action, frozenset[StepClass]] = MappingProxyType(
     {
@@ -23,7 +23,7 @@ ALLOWED: Mapping[Action, frozenset[StepClass]] = MappingProxyType(
         "mend": frozenset({StepClass.DAMAGED}),
         # `scrub --repair`, where no copy has the bits: moved to `_ckptkit/_quarantine`.
         "quarantine": frozenset({StepClass.DAMAGED}),
-        # A save that a run makes under the number of a step that a rollback superseded.
+        # A save that a run makes under the number of a step that a rollback abandoned.
         "replace": frozenset({StepClass.WHOLE, StepClass.DAMAGED, StepClass.STOCK, StepClass.PARTLY}),
         # `--as newest`: a save of another run becomes the newest of this root.
         "overtake": frozenset({StepClass.WHOLE, StepClass.STOCK, StepClass.PARTLY}),
@@ -32,11 +32,11 @@ ALLOWED: Mapping[Action, frozenset[StepClass]] = MappingProxyType(
 _WITH_PIN = frozenset({"mend", "overtake"})  # the step stays, with the same bits
 _NEEDS_STATE: Mapping[Action, frozenset[StepStateName]] = MappingProxyType(
     {
-        "delete": frozenset({"committed", "superseded"}),
-        "mend": frozenset({"committed", "superseded", "damaged"}),
-        "quarantine": frozenset({"committed", "superseded", "damaged"}),
-        "replace": frozenset({"superseded"}),
-        "overtake": frozenset({"committed", "superseded"}),
+        "delete": frozenset({"committed", "abandoned"}),
+        "mend": frozenset({"committed", "abandoned", "damaged"}),
+        "quarantine": frozenset({"committed", "abandoned", "damaged"}),
+        "replace": frozenset({"abandoned"}),
+        "overtake": frozenset({"committed", "abandoned"}),
     }
 )
 

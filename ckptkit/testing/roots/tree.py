@@ -29,7 +29,7 @@ class StepFact:
     the values were changed or are missing. `undetectable`: the same, and nothing has a checksum of them. `unfinished`:
     never committed.
     `in_arrays`: the damage is in what the values of arrays need. `of_run`: a step of the root's own run, in the root.
-    `held`: pinned or leased. `abandoned`: a rollback superseded it.
+    `held`: pinned or leased. `abandoned`: a rollback began from an older step.
     """
 
     path: str
