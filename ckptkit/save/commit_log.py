@@ -2,7 +2,8 @@
 
 Process 0 appends a commit while it decides a vote. Every verdict carries the commits since the oldest that some
 process has not booked yet. So a process that missed a verdict learns it with the next one that it receives, whatever
-that is about, and the books of all processes are equal after it.
+that is about, and the books of all processes are equal after it. Every verdict also carries how far process 0 has come
+in each tier: up to there, a save that is not committed never will be.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ckptkit.save.ledger import Ledger
 _LIKELY = 8  # changes that a process has missed of which nothing is known
 _KEPT = 256  # changes, of about 40 bytes; a process that has missed more gets the whole book
 
+_NONE = (-1, -1)  # older than any save
+
 Change = tuple[SaveId, str, bool]  # a save, a tier, and whether the tier holds it from now on
 
 
@@ -36,6 +39,7 @@ class CommitLog:
         self._lock = threading.RLock()
         self._changes: deque[Change] = deque(maxlen=_KEPT)
         self._number = 0  # of changes so far
+        self._passed: dict[str, tuple[int, int]] = {}  # by tier, the newest save that process 0 is done with
         self._digested: tuple[Ancestry, str] | None = None
 
     def state(self) -> list[Any]:
@@ -47,6 +51,16 @@ class CommitLog:
         """Process 0 has decided that all processes hold `save_id` in `tier`."""
         with self._lock:
             self._add(save_id, tier, True)
+
+    def passed(self, save_id: SaveId, tier: str) -> None:
+        """Process 0 is done with `save_id` in `tier`, whether its vote had a verdict or not."""
+        with self._lock:
+            self._passed[tier] = max(self._passed.get(tier, _NONE), _age(save_id))
+
+    def has_passed(self, save_id: SaveId, tier: str) -> bool:
+        """Whether process 0 is known to be done with `save_id` in `tier`: `has` is the decision then."""
+        with self._lock:
+            return _age(save_id) <= self._passed.get(tier, _NONE)
 
     def drop_durable(self, kept: Iterable[int]) -> None:
         """Process 0 has found that of the durable steps that are booked only `kept` are there."""
@@ -74,6 +88,7 @@ class CommitLog:
                 "changes": [[save.epoch, save.step, save.number, tier, held] for save, tier, held in changes],
                 "book": self._book() if lost else None,
                 "ancestry": ancestry.to_json() if lagging else None,
+                "passed": {tier: list(newest) for tier, newest in self._passed.items()},
             }
 
     def learn(self, news: dict[str, Any]) -> bool:
@@ -86,13 +101,14 @@ class CommitLog:
                 held = {SaveId(*save): tiers for *save, tiers in news["book"]}
                 self._number = news["number"]
                 self._ledger.refill(held)
-                return True
             first = news["number"] - len(news["changes"])
             if first > self._number:
                 return False
             for at, (epoch, step, number, tier, held) in enumerate(news["changes"], first):
                 if at >= self._number:
                     self._add(SaveId(epoch, step, number), tier, held)
+            for tier, newest in news["passed"].items():
+                self._passed[tier] = max(self._passed.get(tier, _NONE), tuple(newest))
             return True
 
     def has(self, save_id: SaveId, tier: str) -> bool:
@@ -119,3 +135,8 @@ class CommitLog:
     def _book(self) -> list[list[Any]]:
         records = [record for record in self._ledger.every() if record.tiers]
         return [[r.save_id.epoch, r.save_id.step, r.save_id.number, list(r.tiers)] for r in records]
+
+
+def _age(save_id: SaveId) -> tuple[int, int]:
+    """Grows from save to save of a run, over its restores."""
+    return save_id.epoch, save_id.number

@@ -1,8 +1,8 @@
 """One save in one tier, by the same steps in every tier: copy, commit here, vote, keep or drop, release.
 
 Process 0 decides each vote and logs its commits (`commit_log`). A process that does not receive a verdict keeps what it
-committed here until it learns the decision. It holds at most one such save in each tier, and vetoes the next ones
-meanwhile: a vetoed save is dropped for certain, so nothing more is held.
+committed here until it learns the decision, with the next verdict on whatever. It holds at most one such save in each
+tier, and vetoes the next ones meanwhile: a vetoed save is dropped for certain, so nothing more is held.
 """
 
 from __future__ import annotations
@@ -138,6 +138,8 @@ class Voting:
                 self._leave_undecided(work)
             else:
                 work.release()
+            if self._process == 0:
+                self._log.passed(work.save.save_id, work.tier)
 
     def _veto(self, work: TierWork, error: Exception) -> SaveProtocol:
         """Puts this process's veto where process 0 finds it, if it comes yet, and waits for nobody."""
@@ -218,7 +220,12 @@ class Voting:
         return told["verdict"]
 
     def _learn(self, news: dict[str, Any]) -> bool:
-        return self._process == 0 or self._log.learn(news)
+        if self._process == 0:
+            return True
+        complete = self._log.learn(news)
+        if complete:
+            self._learned()
+        return complete
 
     def known(self) -> list[int]:
         """The decisions of process 0 that this process knows, for a message to process 0."""
@@ -242,6 +249,9 @@ class Voting:
             work = self._undecided.get(channel)
         if work is None:
             return None
+        if self._log.has_passed(work.save.save_id, work.tier):  # learnt before it was known to be undecided
+            self._learned()
+            return None
         try:
             found, told = yield Recall(channel, work.save.name)
         except CheckpointError:  # process 0 has decided: not committed
@@ -255,14 +265,16 @@ class Voting:
         with self._lock:
             self._undecided[work.channel] = work
 
-    def _learned(self, channel: str) -> None:
-        """A verdict of `channel` came: every earlier save of it is committed, or never will be. Of other channels only
-        commits are known."""
+    def _learned(self, channel: str | None = None) -> None:
+        """A verdict of `channel` came: every earlier save of it is committed, or never will be. Of other channels the
+        commits are known, and how far process 0 has come."""
         with self._lock:
             known = {
                 each: work
                 for each, work in self._undecided.items()
-                if each == channel or self._log.has(work.save.save_id, work.tier)
+                if each == channel
+                or self._log.has(work.save.save_id, work.tier)
+                or self._log.has_passed(work.save.save_id, work.tier)
             }
             for each in known:
                 del self._undecided[each]

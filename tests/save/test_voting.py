@@ -24,9 +24,9 @@ from tests.job.fake_service import FakeJob
 class Work(TierWork):
     """A save whose acts are written down; `error` is what committing it here raises."""
 
-    def __init__(self, step: int, error: Exception | None = None):
+    def __init__(self, step: int, error: Exception | None = None, tier: str = "ram"):
         save: Any = SimpleNamespace(save_id=SaveId(1, step, step), name=f"0.{step}.0")
-        super().__init__("ram", "commit", save)
+        super().__init__(tier, {"ram": "commit", "ssd": "disk-commit"}[tier], save)
         self.done: list[str] = []
         self._error = error
 
@@ -90,8 +90,10 @@ class Pair:
         monkeypatch.setattr(self.job.service, "blocking_key_value_get", lossy)
         monkeypatch.setattr("ckptkit.job.meeting._VERDICT_SPARE_S", 0.1)
 
-    def save(self, step: int, errors: tuple[Exception | None, Exception | None] = (None, None)) -> list[Work]:
-        works = [Work(step, error) for error in errors]
+    def save(
+        self, step: int, errors: tuple[Exception | None, Exception | None] = (None, None), tier: str = "ram"
+    ) -> list[Work]:
+        works = [Work(step, error, tier) for error in errors]
         self.processes[1].coordinator.timeout_s = 0.1 if self.missed else 60.0
         self.job.all(lambda coordinator: self.processes[coordinator.process].run(works[coordinator.process]))
         return works
@@ -139,6 +141,33 @@ def test_undecided_save_vetoes_the_next_until_it_is_known(pair: Pair) -> None:
     assert first[1].done == ["act", "keep", "release"]
     assert [work.done[-2:] for work in pair.save(3)] == [["keep", "release"]] * 2
     assert [process.steps for process in pair.processes] == [[1, 3], [1, 3]]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_save_without_a_verdict_is_settled_by_a_vote_on_another_tier(pair: Pair, late: bool) -> None:
+    """Process 0 lost its connection and gave the save up, which nobody could read. The tier's next save, which may be
+    half an hour later, would be vetoed and lost."""
+    works = [Work(1, tier="ssd"), Work(1, tier="ssd")]
+
+    def vote_alone() -> None:
+        pair.missed, pair.processes[1].coordinator.timeout_s = ["disk-commit/0.1.0"], 0.1
+        pair.processes[1].run(works[1])
+        assert works[1].done == ["act"]
+        pair.missed = []
+
+    pair.job.service.gone = {1}
+    pair.processes[0].run(works[0])
+    pair.job.service.gone = set()
+    if not late:
+        vote_alone()
+    pair.save(2)
+    if late:
+        vote_alone()
+    else:
+        assert works[1].done == ["act", "drop", "release"]
+    pair.missed = ["disk-commit/0.1.0"]
+    assert [work.done for work in pair.save(3, tier="ssd")] == [["act", "keep", "release"]] * 2
+    assert [work.done for work in works] == [["act", "drop", "release"]] * 2
 
 
 def test_failed_verdict_drops_an_undecided_save(pair: Pair) -> None:

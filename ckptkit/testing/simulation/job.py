@@ -25,7 +25,7 @@ from ckptkit.util import clock
 
 _log = logging.getLogger("ckptkit")
 _CATCHING_UP = 4  # saves after the last fault, every 3 seconds: 4 timeouts
-_TAIL = 3  # more saves after the last fault: one, and two in which what failed before is raised
+_TAIL = 2  # saves after that: in the first one, what failed before is raised; the second one is committed
 EVENTS_MAX = 150_000
 _CALL_MAX_S = {"save": 5.0, "restore": 40.0}  # times the timeout: a call that takes longer hangs
 _REQUESTS = frozenset({Put, Get, Listing, Delete, Pause})
@@ -159,7 +159,7 @@ class SimJob:
                 return [("train", 3.0), ("save", frozenset({RAM}), nonce, False)]
             if self._tail == _CATCHING_UP + 1:
                 return [("train", 0.5), ("caught up",)]
-            if self._tail <= _CATCHING_UP + _TAIL:
+            if self._tail <= _CATCHING_UP + 1 + _TAIL:
                 pause_s = 12.0 if self._tail == _CATCHING_UP + 2 else 1.0  # a pause of the durable tier ends first
                 return [("train", pause_s), ("save", every, nonce, False), ("settle",), ("train", 0.1)]
             return [("end",)]
