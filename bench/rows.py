@@ -233,6 +233,24 @@ def _hosts(result: Mapping[str, Any]) -> Iterable[Row]:
             )
 
 
+def _unchanged(result: Mapping[str, Any]) -> Iterable[Row]:
+    told = (
+        ("commit_s", "durable commit that takes over the files of leaves that did not change", "shared_s"),
+        ("whole_commit_s", "the same with every file written", "whole_s"),
+        ("bytes", "bytes written by such a commit", "shared_bytes"),
+    )
+    for case, found in result["cases"].items():
+        for figure, meaning, key in told:
+            yield Row(
+                benchmark="unchanged",
+                case=f"{case}, {result['megabytes']} MB, {result['place']}",
+                figure=figure,
+                meaning=meaning,
+                ours=found[key],
+                samples=len(found["samples"]["shared"]),
+            )
+
+
 def _crashpoints(result: Mapping[str, Any]) -> Iterable[Row]:
     yield Row(
         benchmark="crashpoints",
@@ -452,6 +470,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "crashpoints": _crashpoints,
     "kill": _kill,
     "hosts": _hosts,
+    "unchanged": _unchanged,
     "proof": _proof,
     "gather": _gather,
     "broadcast": _broadcast,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.states import abstract, assert_same, make_state, mesh
 
 
 @pytest.fixture
-def puts(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+def puts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Any]]]:
     """What each call of `jax.device_put` was given, on devices that pass for accelerators."""
     found: list[list[Any]] = []
     put = jax.device_put
@@ -33,7 +34,9 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
 
     monkeypatch.setattr(describe, "is_accelerator", lambda device: True)
     monkeypatch.setattr(jax, "device_put", noted)
-    return found
+    place._local_devices.cache_clear()  # what an earlier test asked about these devices
+    yield found
+    place._local_devices.cache_clear()
 
 
 def target(number: int, *spec: Any) -> Target:
