@@ -19,9 +19,8 @@ from ckptkit.util.pages import PAGE_BYTES
 SLOT_WAIT_S = 60.0  # of a disk thread, for a slot that is being made: the step loop does not wait with it
 _WRITERS = 2  # two pieces in flight keep a local SSD busy
 KEPT_BYTES_MIN = 256 << 10  # of neighbouring cells: leaving out less makes two writes of one and saves no time
-KEPT_SAVES_MAX = (
-    32  # in a row: a damaged block is written again at last, and a step with it is found damaged until then
-)
+# In a row: then a damaged block is written again. Until then every save with it is found damaged.
+KEPT_SAVES_MAX = 32
 
 
 @final

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from ckptkit.util.clock import monotonic_s
 
 BYTES = 64
-_BEAT = struct.Struct(
-    "<qqddqd"
-)  # beats, step; seconds of the newest beat and of the longest pause; first step and when
+# Beats, step; seconds of the newest beat and of the longest pause; first step and when.
+_BEAT = struct.Struct("<qqddqd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
