@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 .PHONY: setup setup-system setup-cluster demo demo-guard demo-certify test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
-.PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3 release
+.PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
 
 setup: $(STAMP)
 
@@ -118,7 +118,12 @@ test-s3:
 	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check -e '.[trainer,test-core,s3]'
 	.venv-s3/bin/python -m pip freeze --exclude-editable | grep -i botocore | sed 's/^botocore==/boto3==/' > .venv-s3/boto.txt
 	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-s3/boto.txt -e '.[s3-test]'
-	.venv-s3/bin/python -m pytest tests/manager/test_s3.py tests/store/test_remote.py
+	CKPTKIT_PACKAGES_ARE_THERE=1 .venv-s3/bin/python -m pytest tests/manager/test_s3.py tests/store/test_remote.py
+
+# The formats of torch and of compressed-tensors, against the libraries that wrote them.
+test-others: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[others]'
+	CKPTKIT_PACKAGES_ARE_THERE=1 $(BIN)/python -m pytest tests/formats tests/conversion -k 'torch or hugging_face_loads or same_logits'
 
 # What the pages show of the commands, from the commands themselves.
 docs-cli: setup
@@ -188,7 +193,7 @@ stranger-%:
 # Exporters and dashboards against Prometheus (`make setup-system`), an OTLP collector, TensorBoard and W&B.
 test-telemetry: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[telemetry-test]'
-	$(BIN)/python -m pytest tests/goodput/exporters tests/bench/test_exporters.py
+	CKPTKIT_PACKAGES_ARE_THERE=1 $(BIN)/python -m pytest tests/goodput/exporters tests/bench/test_exporters.py
 
 # The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
 docs: setup

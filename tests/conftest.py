@@ -28,14 +28,20 @@ if TYPE_CHECKING:
 
 # Set by `.ci/run` where `make setup-system` and `make setup-cluster` succeeded.
 TOOLS_ARE_THERE = "CKPTKIT_TOOLS_ARE_THERE"
+# Set by the make targets that install an extra and run its tests.
+PACKAGES_ARE_THERE = "CKPTKIT_PACKAGES_ARE_THERE"
+_MISSING = {TOOLS_ARE_THERE: ("make setup-",), PACKAGES_ARE_THERE: ("could not import", "pip install")}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """A test that skips for want of a tool fails where the tools were installed: nobody reads that it was skipped."""
+    """A test that skips for want of a tool or a package fails where they were installed: nobody reads that it was
+    skipped."""
     report = yield
-    if report.skipped and "make setup-" in str(report.longrepr) and os.environ.get(TOOLS_ARE_THERE):
-        report.outcome, report.longrepr = "failed", f"{TOOLS_ARE_THERE} is set, but: {report.longrepr}"
+    if report.skipped:
+        for name, reasons in _MISSING.items():
+            if os.environ.get(name) and any(reason in str(report.longrepr) for reason in reasons):
+                report.outcome, report.longrepr = "failed", f"{name} is set, but: {report.longrepr}"
     return report
 
 
