@@ -8,7 +8,7 @@ intervals on recorded failures), `simulate` (how long a simulation takes), `conv
 budget), `exporters` (the cost of live metrics and traces), `gpu` (staging strategies on accelerators), `herd` (a
 thousand hosts that restore from a bucket at once), `hosts` (a spare takes the place of a lost host), `inspect` (100,000
 leaves), `unchanged` (an adapter on a frozen base), `zoo` (every command over roots with strange things in them). `all`
-runs everything but `exporters`, `gpu`, `herd`, `unchanged` and `zoo`, and renders `bench/REPORT.md`, `report` again.
+runs everything but `exporters`, `gpu`, `herd` and `zoo`, and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
 from bench.convert import main as convert
 from bench.corruption import main as corruption
 from bench.crashpoints import main as crashpoints
-from bench.environment import environment
+from bench.environment import environment, store_result
 from bench.everything import main as everything
 from bench.exporters import main as exporters
 from bench.faults import main as faults
@@ -148,11 +148,8 @@ def main(
         options = ["--repeats", str(repeats), "--scale", str(scale), "--contenders", ",".join(asked or available())]
         options += ["--place", place] if place else []
         result["states"][str(case)] = measure_apart(benchmark, case, options, ramdisk, disk)
-    result["environment"]["load_after"] = list(os.getloadavg())
     show(result, Console())
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    store_result(result, json_path)
 
 
 def measure_apart(benchmark: str, case: CaseName, options: list[str], ramdisk: str, disk: str) -> dict[str, Any]:

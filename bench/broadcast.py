@@ -6,7 +6,6 @@ All processes read through one token bucket of the fake bucket: what a job share
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from bench.broadcast_worker import PROGRESS
 from bench.durable import FakeBucket
+from bench.environment import environment, store_result
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 
 RATIO_MAX = 1.10  # of the faster side's time: what the choice of the cost model may cost
@@ -49,8 +49,6 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Bytes, dtypes and seconds of restores with data replicas, side by side; one process for each replica."""
-    from bench.environment import environment
-
     found: dict[str, Any] = {
         "benchmark": "broadcast",
         "environment": environment(place, place),
@@ -63,10 +61,7 @@ def main(
         result["bars"] = judge(result, count)
         found["replicas"][str(count)] = result
         show(result, count, Console())
-    found["environment"]["load_after"] = list(os.getloadavg())
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(found, indent=1) + "\n")
+    store_result(found, json_path)
 
 
 def measure(replicas: int, megabytes: float, rates: tuple[float, ...], repeats: int, place: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench.bars import CONVERT_OF_COPY, CONVERT_PEAK_BYTES
 from bench.convert_worker import make_source, remove
-from bench.environment import environment
+from bench.environment import environment, store_result
 from ckptkit.cli.options import SizeType
 from ckptkit.cli.text import size_text
 
@@ -86,10 +86,8 @@ def main(
                 remove(home / target)
             if wanted:
                 result["jobs"][what] = samples
-                result["environment"]["load_after"] = list(os.getloadavg())
                 _say(what, samples)
-                if json_path is not None:  # after each job: a run of an hour may be ended before
-                    json_path.write_text(json.dumps(result, indent=1) + "\n")
+                store_result(result, json_path)  # after each job: a run of an hour may be ended before
     finally:
         shutil.rmtree(home, ignore_errors=True)
     _show(result)

@@ -6,7 +6,6 @@ twice of ckptkit: with the damaged tier alone, and with all tiers, where another
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
@@ -22,6 +21,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.environment import environment, store_result
 from ckptkit.testing.damage import DAMAGE_KINDS, DamageKind, inflict
 
 FULL = 1000
@@ -57,11 +57,10 @@ def main(full: bool, faults: int, seed: int, json_path: Path | None) -> None:
     logging.disable(logging.CRITICAL)  # every fault is an error to those who log
     sys.unraisablehook = lambda _: None  # stock Orbax leaves coroutines behind that raise when nobody waits
     with tempfile.TemporaryDirectory(prefix="ckptkit-corruption-") as home:
-        result = {"benchmark": "corruption", "seed": seed, "faults": count, **campaign(Path(home), count, seed)}
+        result = {"benchmark": "corruption", "environment": environment(), "seed": seed, "faults": count}
+        result |= campaign(Path(home), count, seed)
     show(result, Console())
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    store_result(result, json_path)
     raise SystemExit(0 if held(result) else 1)
 
 

@@ -24,6 +24,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.environment import environment, store_result
 from ckptkit.testing.crash import (
     CrashState,
     Note,
@@ -62,11 +63,10 @@ def main(full: bool, seed: int, json_path: Path | None) -> None:
 
     logging.disable(logging.CRITICAL)  # what a restart finds is an error to those who log
     with tempfile.TemporaryDirectory(prefix="ckptkit-crashpoints-") as home, small_leaves_shared():
-        result = {"benchmark": "crashpoints", "seed": seed, "full": full, **campaign(Path(home), full, seed)}
+        result = {"benchmark": "crashpoints", "environment": environment(), "seed": seed, "full": full}
+        result |= campaign(Path(home), full, seed)
     show(result, Console())
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    store_result(result, json_path)
     raise SystemExit(0 if held(result) else 1)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -15,9 +17,10 @@ _PACKAGES = ("ckptkit", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "t
 
 # Of measured processes. An installed package has its bytecode: without it, a start compiles 250 modules (0.5 s).
 WORKER_ENV = {"PYTHONDONTWRITEBYTECODE": ""}
+_DISK = tempfile.gettempdir()
 
 
-def environment(ramdisk: str, disk: str) -> dict[str, Any]:
+def environment(ramdisk: str = "/dev/shm", disk: str = _DISK) -> dict[str, Any]:
     """Versions, processor, kernel, memory, load, mounts and the commit that is measured."""
     return {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -34,6 +37,15 @@ def environment(ramdisk: str, disk: str) -> dict[str, Any]:
         "disk": _mount(disk),
         "load": list(os.getloadavg()),
     }
+
+
+def store_result(result: dict[str, Any], path: Path | None) -> None:
+    """Writes the result of a benchmark, with the load of the machine at its end, as JSON; nothing without a path."""
+    if path is None:
+        return
+    result["environment"]["load_after"] = list(os.getloadavg())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _version(package: str) -> str | None:

@@ -7,7 +7,6 @@ process, as in production.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -22,6 +21,8 @@ from typing import Any
 
 import click
 
+from bench.environment import environment, store_result
+
 RATIO_MAX = 1.01
 ROUNDS, STEPS, STEP_MS = 7, 1000, 5.0
 _EXPORT_MS = 1e3  # OpenTelemetry's own interval is a minute
@@ -35,8 +36,6 @@ _EXPORT_MS = 1e3  # OpenTelemetry's own interval is a minute
 def main(rounds: int, steps: int, place: str, json_path: Path | None) -> None:
     """Compares loops of steps of 5 ms with a save each, with all exporters and without, in turns."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from bench.environment import environment
-
     found: dict[str, Any] = {"benchmark": "exporters", "environment": environment(place, place), "steps": steps}
     home = Path(tempfile.mkdtemp(prefix="ckptkit-exporters-", dir=place))
     try:
@@ -51,9 +50,7 @@ def main(rounds: int, steps: int, place: str, json_path: Path | None) -> None:
     )
     with_ms, without_ms = (statistics.median(found["cpu_ms"][how]) for how in ("with", "without"))
     print(f"processor time of the whole process for a step: {with_ms:.3f} ms with, {without_ms:.3f} ms without")
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(found, indent=1) + "\n")
+    store_result(found, json_path)
 
 
 def ratio_of(step_ms: dict[str, list[float]]) -> float:

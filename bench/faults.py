@@ -6,8 +6,6 @@ flipped. All is measured: the trainer really runs, dies, and comes back.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
 import tempfile
@@ -20,7 +18,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench.environment import environment
+from bench.environment import environment, store_result
 from bench.fault_places import CONTENDERS, DEFAULT, Every, Places
 from bench.fault_report import Reference, judge, show, summary
 from bench.fault_run import Job, Outcome, run
@@ -252,8 +250,5 @@ def main(
         result = {"benchmark": "faults", "environment": where, **campaign.measure(contenders, repeats)}
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    where["load_after"] = list(os.getloadavg())
     show(result, Console())
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    store_result(result, json_path)

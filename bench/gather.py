@@ -24,6 +24,7 @@ from typing import Any
 import click
 import jax
 
+from bench.environment import environment, store_result
 from ckptkit.durable.orbax.shardings import sharding_of_text
 from ckptkit.job import meeting
 from ckptkit.job.coordination import JaxCoordinator
@@ -212,6 +213,7 @@ def _coordinator(processes: int) -> JaxCoordinator:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="The same, as JSON.")
 def main(processes: int, repeats: int, devices: tuple[int, ...], json_path: Path | None) -> None:
     """Simulates the gather at a restart and prints its size and time, and those of a manifest."""
+    where = environment()
     found = measure(processes, repeats=repeats)
     for name in Gathering.__dataclass_fields__:
         print(f"{name}: {getattr(found, name):.3f}" if name == "gather_s" else f"{name}: {getattr(found, name)}")
@@ -220,11 +222,9 @@ def main(processes: int, repeats: int, devices: tuple[int, ...], json_path: Path
         print(", ".join(f"{name} {value}" for name, value in _rounded(asdict(size)).items()))
     print(f"load: {os.getloadavg()[0]:.1f}")
     jax.distributed.shutdown()
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        sizes = [_rounded(asdict(size)) for size in manifests]
-        result = {"benchmark": "gather", "repeats": repeats, **asdict(found), "manifests": sizes}
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    sizes = [_rounded(asdict(size)) for size in manifests]
+    result = {"benchmark": "gather", "environment": where, "repeats": repeats, **asdict(found), "manifests": sizes}
+    store_result(result, json_path)
 
 
 def _rounded(values: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bench.environment import environment
+from bench.environment import environment, store_result
 from bench.figures import GPU_FIGURES
 from bench.gpu_worker import OURS, PEERS
 from bench.measure import now_s
@@ -76,15 +76,12 @@ def main(
             options = ["--bytes", str(int(size * 1e9)), "--weights", each, "--repeats", str(repeats)]
             options += ["--contenders", ",".join(asked or _CONTENDERS), "--seconds", str(ends_s - now_s())]
             result["states"][f"{size:g} GB, {each}"] = _measured(options, platform, devices, ramdisk)
-    result["environment"]["load_after"] = list(os.getloadavg())
     show(result, Console())
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
-        if rows := rows_of([result]):
-            from bench.plots import draw_rows  # half a second that the other benchmarks do not pay
+    store_result(result, json_path)
+    if json_path is not None and (rows := rows_of([result])):
+        from bench.plots import draw_rows  # half a second that the other benchmarks do not pay
 
-            draw_rows(rows, json_path.with_suffix(".png"))
+        draw_rows(rows, json_path.with_suffix(".png"))
 
 
 def show(result: dict[str, Any], console: Console) -> None:

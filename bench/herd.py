@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from typing import Any, final
 
 import click
 
+from bench.environment import environment, store_result
 from ckptkit.durable.cells.writer import RETRIES
 from ckptkit.model.durable_profile import DurableProfile
 
@@ -173,7 +173,5 @@ def main(
     )
     for name, herd in found.items():
         print(f"{name}: " + ", ".join(f"{field} {value}" for field, value in asdict(herd).items()))
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        result = {"benchmark": "herd", "hosts": hosts, "reads": reads, "rate": rate, "seed": seed}
-        json_path.write_text(json.dumps({**result, "cases": {n: asdict(h) for n, h in found.items()}}, indent=1) + "\n")
+    result = {"benchmark": "herd", "environment": environment(), "hosts": hosts, "reads": reads, "rate": rate}
+    store_result({**result, "seed": seed, "cases": {name: asdict(herd) for name, herd in found.items()}}, json_path)

@@ -28,7 +28,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bench.environment import WORKER_ENV, environment
+from bench.environment import WORKER_ENV, environment, store_result
 from bench.kill_hosts import Hosts, running_hosts
 from ckptkit.cli.hosts import SECRET_NAME
 from ckptkit.events import Kind, read_events
@@ -301,7 +301,5 @@ def main(count: int, kills: int, seed: int, json_path: Path | None, keep: bool) 
         else:
             shutil.rmtree(home, ignore_errors=True)
     show(result, Console())
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    store_result(result, json_path)
     raise SystemExit(ExitCode.OK if not result["wrong_bits"] else ExitCode.BUDGET_SPENT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.bars import INSPECT_OCDBT_S, INSPECT_OF_ORBAX, INSPECT_S
-from bench.environment import environment
+from bench.environment import environment, store_result
 from bench.measure import whole_process
 from ckptkit.model import paths as layout
 
@@ -63,11 +62,8 @@ def main(
                     sys.stderr.write(f"{case}, {who}: {sample['wall_s']:.2f} s, {sample['cpu_s']:.2f} CPU s\n")
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    result["environment"]["load_after"] = list(os.getloadavg())
     _show(result)
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    store_result(result, json_path)
 
 
 def names_of(leaves: int) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import click
 from rich.console import Console
 
-from bench.environment import WORKER_ENV
+from bench.environment import WORKER_ENV, environment, store_result
 from bench.kill_hosts import Hosts, running_hosts
 from bench.kill_oracle import Save, newest_covered
 from bench.kill_report import judge, show
@@ -227,7 +227,7 @@ def main(processes: int, kills: int, seed: int, json_path: Path | None, cold: bo
     """Kills processes of a saving job at random moments, and judges every resume."""
     if processes % 2:
         raise click.UsageError("--processes must be even: two replicas of one half each")
-    console = Console(stderr=True)
+    console, where = Console(stderr=True), environment()
     home = Path(tempfile.mkdtemp(prefix="ckptkit-kill-"))
     try:
         with running_hosts(home, processes) as hosts:
@@ -243,6 +243,7 @@ def main(processes: int, kills: int, seed: int, json_path: Path | None, cold: bo
             run_reference(hosts, furthest)
             result = {
                 "benchmark": "kill",
+                "environment": where,
                 "seed": seed,
                 "processes": processes,
                 "start": "cold" if cold else "warm",
@@ -257,7 +258,5 @@ def main(processes: int, kills: int, seed: int, json_path: Path | None, cold: bo
         else:
             shutil.rmtree(home, ignore_errors=True)
     show(result, Console())
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    store_result(result, json_path)
     raise SystemExit(0 if result["recovered"] == kills and not result["unplanned"] else 1)

@@ -13,7 +13,6 @@ that can be known.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.environment import environment, store_result
 from ckptkit.schedule import simulation as sim
 
 SYSTEMS = ("2", "18", "20")  # of the failure log: many failures, at three rates
@@ -293,12 +293,10 @@ def main(traces: Path | None, systems: Sequence[str], runs: int, failures: int, 
     if traces and not found:
         raise click.UsageError(f"--traces {traces}: no trace with {GAPS_MIN} gaps between failures")
     size = Size(runs=runs, failures=failures)
-    result: dict[str, Any] = {"benchmark": "policy", **asdict(size), "left_out": left_out}
+    result: dict[str, Any] = {"benchmark": "policy", "environment": environment(), **asdict(size), "left_out": left_out}
     for name, kind in (("made_up", made_up()), ("cases", found)):
         cases = [judge(trace, share, size) for trace in kind for share in COST_SHARES]
         result[name] = [{**asdict(case), "verdicts": case.verdicts()} for case in cases]
         if cases:
             show(cases, console)
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    store_result(result, json_path)

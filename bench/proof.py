@@ -5,7 +5,6 @@ No option saves without digests: the benchmark takes the digest out of the copy,
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -19,6 +18,8 @@ from typing import Any
 from unittest import mock
 
 import click
+
+from bench.environment import environment, store_result
 
 _IN_WORKER = "CKPTKIT_BENCH_WORKER"
 RATIO_MAX, CPU_S_PER_GB_MAX = 1.12, 0.15
@@ -38,8 +39,6 @@ def main(pairs: int, megabytes: int, place: str, json_path: Path | None) -> None
         command = [sys.executable, "-m", "bench", "proof", "--pairs", str(pairs), "--megabytes", str(megabytes)]
         command += ["--place", place, *(["--json", str(json_path.absolute())] if json_path is not None else [])]
         raise SystemExit(subprocess.run(command, env=environ, cwd=Path(__file__).parent.parent).returncode)
-    from bench.environment import environment
-
     found = {
         "benchmark": "proof",
         "environment": environment(place, place),
@@ -57,9 +56,7 @@ def main(pairs: int, megabytes: int, place: str, json_path: Path | None) -> None
             f"{statistics.median(samples['with']['s']):.3f} s with, "
             f"{statistics.median(samples['without']['s']):.3f} s without"
         )
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(found, indent=1) + "\n")
+    store_result(found, json_path)
 
 
 def judge(samples: dict[str, Any]) -> dict[str, Any]:

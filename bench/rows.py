@@ -239,15 +239,17 @@ def _unchanged(result: Mapping[str, Any]) -> Iterable[Row]:
         ("whole_commit_s", "the same with every file written", "whole_s"),
         ("bytes", "bytes written by such a commit", "shared_bytes"),
     )
-    for case, found in result["cases"].items():
+    cases = [(place, *each) for place, cases in result["places"].items() for each in cases.items()]
+    for place, case, found in cases:
         for figure, meaning, key in told:
             yield Row(
                 benchmark="unchanged",
-                case=f"{case}, {result['megabytes']} MB, {result['place']}",
+                case=f"{case}, {result['megabytes']} MB, {place}",
                 figure=figure,
                 meaning=meaning,
                 ours=found[key],
                 samples=len(found["samples"]["shared"]),
+                load=_load(result),
             )
 
 

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from bench.bars import SIMULATE_S
-from bench.environment import environment
+from bench.environment import environment, store_result
 from bench.measure import whole_process
 
 
@@ -47,6 +47,4 @@ def main(hosts: int, days: float, runs: int, repeats: int, json_path: Path | Non
         markup=False,
         highlight=False,
     )
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    store_result(result, json_path)

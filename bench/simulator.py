@@ -7,7 +7,6 @@ on the first runs. For the others the simulator gets only the intervals and the 
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bench.environment import environment
+from bench.environment import environment, store_result
 from bench.simulator_fit import Planned, RunPlan, compare, fit
 from bench.simulator_report import plot, show
 from ckptkit.events import EventLog
@@ -177,6 +176,4 @@ def main(runs: int, run_s: float, logs: Path | None, json_path: Path | None, plo
     show(result, console)
     if plot_path is not None:
         plot(plot_path, result)
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    store_result(result, json_path)

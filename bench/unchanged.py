@@ -8,13 +8,13 @@ its server received.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 import ckptkit
+from bench.environment import environment, store_result
 from ckptkit import DurableProfile
 from ckptkit.testing.bucket import BucketServer
 
 _LEAVES = 30
 _ADAPTER_SHARE = 0.02  # of the base's bytes: rank 16 of matrices with 1,024 rows has 3 %
+_PLACES = ("disk", "bucket")
 _WARM_UP = 3  # saves until the files of the base are shared
 
 
@@ -81,37 +83,46 @@ def _written_on_disk(url: str | None, step: int | None) -> int:
     return sum(path.stat().st_size for path in files if path.stat().st_nlink == 1)
 
 
+@contextmanager
+def _place(name: str, work: Path) -> Iterator[tuple[str, Any]]:
+    """A root in this place, and how many bytes a step took there."""
+    if name == "disk":
+        yield str(work / "disk"), _written_on_disk
+        return
+    with BucketServer(dir=work / "bucket", buckets=["bench"]) as server:
+        os.environ.update(server.env())
+
+        def received(url: str | None, step: int | None) -> int:
+            del url, step
+            total = sum(entry.exchange.received_bytes for entry in server.log.entries())
+            server.log.clear()
+            return total
+
+        yield "gs://bench/run", received
+
+
 @click.command()
 @click.option("--megabytes", type=click.IntRange(min=1), default=300, show_default=True, help="Of the base.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Saves after the warm-up.")
 @click.option("--disk", default=tempfile.gettempdir(), show_default=True, help="A directory on a disk.")
-@click.option("--place", type=click.Choice(["disk", "bucket"]), default="disk", show_default=True)
+@click.option(
+    "--place", "places", type=click.Choice(_PLACES), multiple=True, default=_PLACES, help="Only it; repeatable."
+)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every sample, as JSON.")
-def main(megabytes: int, repeats: int, disk: str, place: str, json_path: Path | None) -> None:
+def main(megabytes: int, repeats: int, disk: str, places: tuple[str, ...], json_path: Path | None) -> None:
     """Measures durable commits with and without shared data files, in turns, on the same states."""
-    work = Path(tempfile.mkdtemp(prefix="ckptkit-unchanged-", dir=disk))
-    found: dict[str, Any] = {}
-    try:
-        with ExitStack() as stack:
-            root, sent = str(work / "disk"), _written_on_disk
-            if place == "bucket":
-                server = stack.enter_context(BucketServer(dir=work / "bucket", buckets=["bench"]))
-                os.environ.update(server.env())
-                root = "gs://bench/run"
-
-                def sent(url: str | None, step: int | None) -> int:
-                    del url, step
-                    total = sum(entry.exchange.received_bytes for entry in server.log.entries())
-                    server.log.clear()
-                    return total
-
-            for case, frozen in (("adapter on a frozen base", True), ("changes everywhere", False)):
-                found[case] = measure(f"{root}-{int(frozen)}", megabytes, repeats, frozen=frozen, sent=sent)
-                print(f"{case}: " + ", ".join(f"{k} {v}" for k, v in found[case].items() if k != "samples"))
-    finally:
-        shutil.rmtree(work)
-    print(f"load: {os.getloadavg()[0]:.1f}")
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        result = {"benchmark": "unchanged", "place": place, "megabytes": megabytes, "repeats": repeats, "cases": found}
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    result: dict[str, Any] = {"benchmark": "unchanged", "environment": environment(disk, disk)}
+    result |= {"megabytes": megabytes, "repeats": repeats, "places": {}}
+    for place in places:
+        work = Path(tempfile.mkdtemp(prefix="ckptkit-unchanged-", dir=disk))
+        try:
+            with _place(place, work) as (root, sent):
+                result["places"][place] = {
+                    case: measure(f"{root}-{int(frozen)}", megabytes, repeats, frozen=frozen, sent=sent)
+                    for case, frozen in (("adapter on a frozen base", True), ("changes everywhere", False))
+                }
+        finally:
+            shutil.rmtree(work)
+        for case, found in result["places"][place].items():
+            print(f"{place}, {case}: " + ", ".join(f"{k} {v}" for k, v in found.items() if k != "samples"))
+    store_result(result, json_path)

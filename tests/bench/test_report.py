@@ -136,5 +136,7 @@ def test_bench_all_stores_benchmark_results(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "gather: done" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["gather.json"]
+    environment = json.loads((tmp_path / "gather.json").read_text())["environment"]
+    assert environment.keys() >= {"at", "commit", "load", "load_after"}, "without these the figures mean nothing"
     refused = CliRunner().invoke(everything, ["--small"])
     assert "--small measures nothing" in refused.output
