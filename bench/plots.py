@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from bench.rows import Row
+from bench.row import Row
 
 _OURS, _PEER, _TORCH, _LIMIT = "#1f6f8b", "#b0b0b0", "#808080", "#e8a33d"
 # The README's picture: what is compared, in words, and what the limit is.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from bench.rows import RESULTS, Row, newest_results, rows_of
+from bench.row import Row
+from bench.rows import RESULTS, newest_results, rows_of
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- figures: `make figures` writes what is between these lines -->", "<!-- end of figures -->"

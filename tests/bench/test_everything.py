@@ -15,10 +15,10 @@ from bench import everything
 
 def test_every_benchmark_with_rows_is_run_by_all() -> None:
     """A benchmark that `all` forgets goes stale, and the report goes on to show its last figures."""
-    from bench.rows import _READERS
+    from bench.readers import READERS
 
     run = {entry.name for entry in everything.ENTRIES}
-    assert run | {"gpu"} == {"stall", "commit", "restore", "durable", *_READERS}, "few machines have a GPU"
+    assert run | {"gpu"} == {"stall", "commit", "restore", "durable", *READERS}, "few machines have a GPU"
     assert set(everything.SMALL) == {entry.name for entry in everything.ENTRIES}
 
 

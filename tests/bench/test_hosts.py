@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.hosts import summary, wrong_bits
-from bench.rows import _hosts
+from bench.readers import _hosts
 from ckptkit import EventLog, Kind
 from ckptkit.goodput import Phase
 

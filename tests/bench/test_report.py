@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from bench.everything import ENTRIES, SMALL, run_all
 from bench.everything import main as everything
 from bench.render import BEGIN, END, README_FIGURES, report, with_table
-from bench.rows import Row, newest_results, rows_of
+from bench.row import Row
+from bench.rows import newest_results, rows_of
 
 ROOT = Path(__file__).parents[2]
 

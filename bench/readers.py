@@ -1,0 +1,382 @@
+"""How the stored result of each benchmark becomes rows. Those that are compared with peers are in `bench.rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from bench.fault_places import OURS as OURS_UNDER_FAULTS
+from bench.figures import GPU_FIGURES, median
+from bench.row import PEERS, Row, load_of
+
+
+def _faults(result: Mapping[str, Any]) -> Iterable[Row]:
+    found, settings = result["summary"], result["settings"]
+    contenders = found["contenders"]
+    stock = [name for name in contenders if name.startswith("orbax")]
+    if OURS_UNDER_FAULTS not in contenders or not stock:
+        return
+    best = max(stock, key=lambda name: contenders[name]["goodput"]["median"])
+    case = f"{settings['state']}, {settings['mtbf_s']:g} s"
+    wanted = {
+        "goodput": "kept work over elapsed time",
+        "lost_work_s": "work that had to be done again",
+        "stall_ms": "how long a save held the loop",
+        "resume_s": "from a kill to the next step",
+    }
+    ours, peer = contenders[OURS_UNDER_FAULTS], contenders[best]
+    for figure, meaning in wanted.items():
+        if ours[figure] is not None:
+            yield Row(
+                benchmark="faults",
+                case=case,
+                figure=figure,
+                meaning=meaning,
+                ours=ours[figure]["median"],
+                peer=peer[figure]["median"] if peer[figure] else None,
+                peer_name=best,
+                limit=found["ceiling"]["median"] if figure == "goodput" else None,
+                samples=ours[figure]["n"],
+                load=load_of(result),
+            )
+    for figure, meaning in (("wrong", "runs with wrong bits"), ("unfinished", "runs that never finished")):
+        yield Row(
+            benchmark="faults",
+            case=case,
+            figure=f"{figure}_runs",
+            meaning=meaning,
+            ours=ours[figure],
+            peer=peer[figure],
+            peer_name=best,
+            samples=ours["runs"],
+            load=load_of(result),
+        )
+    closed = found.get("against", {}).get("gap_closed")
+    if closed:
+        meaning = "share of the way from the peer's goodput to the limit's"
+        yield Row(
+            benchmark="faults",
+            case=case,
+            figure="gap_closed",
+            meaning=meaning,
+            ours=closed["median"],
+            limit=1.0,
+            samples=closed["n"],
+            load=load_of(result),
+        )
+
+
+def _corruption(result: Mapping[str, Any]) -> Iterable[Row]:
+    def total(who: str, what: str) -> int:
+        return sum(row.get(what, 0) for row in result[who].values())
+
+    yield Row(
+        benchmark="corruption",
+        case=f"seed {result['seed']}",
+        figure="restored_wrong",
+        meaning="damaged files (injected) restored as something else, without an error",
+        ours=total("ckptkit", "wrong"),
+        peer=total("orbax", "wrong"),
+        peer_name="orbax_async",
+        samples=total("ckptkit", "faults"),
+    )
+    yield Row(
+        benchmark="corruption",
+        case=f"seed {result['seed']}",
+        figure="recovered_share",
+        meaning="restarts that went on with right bits",
+        ours=total("ckptkit", "recovered") / total("ckptkit", "faults"),
+        samples=total("ckptkit", "faults"),
+    )
+
+
+def _kill(result: Mapping[str, Any]) -> Iterable[Row]:
+    case = f"{result['processes']} processes"
+    lost, resume = result["lost_steps"], result["resume_s"]["total"]
+    told: list[tuple[str, str, float | None, float | None, int]] = [
+        ("recovered", "kills after which the job had the newest covered save", result["recovered"], result["kills"], 0),
+        ("lost_steps", "steps lost to a kill, median", lost and lost["p50"], None, lost["count"] if lost else 0),
+        ("resume_s", "from a kill to the next step, median", resume and resume["p50"], None, result["resumes"]),
+    ]
+    for figure, meaning, ours, limit, samples in told:
+        if ours is not None:
+            yield Row(
+                benchmark="kill",
+                case=case,
+                figure=figure,
+                meaning=meaning,
+                ours=ours,
+                limit=limit,
+                samples=samples or result["kills"],
+            )
+
+
+def _hosts(result: Mapping[str, Any]) -> Iterable[Row]:
+    told = (
+        ("next_step_s", "from the loss of a host to the next step, with a spare host", ("host",)),
+        ("ended_s", "from a loss until no worker of any host runs", ("host", "worker")),
+    )
+    for figure, meaning, kinds in told:
+        samples = [row[figure] for row in result["rows"] if row["what"] in kinds]
+        if samples:
+            yield Row(
+                benchmark="hosts",
+                case=f"{result['hosts']} hosts + 1",
+                figure=figure,
+                meaning=meaning,
+                ours=median(samples) or 0.0,
+                samples=len(samples),
+                load=load_of(result),
+            )
+
+
+def _unchanged(result: Mapping[str, Any]) -> Iterable[Row]:
+    told = (
+        ("commit_s", "durable commit that takes over the files of leaves that did not change", "shared_s"),
+        ("whole_commit_s", "the same with every file written", "whole_s"),
+        ("bytes", "bytes written by such a commit", "shared_bytes"),
+    )
+    cases = [(place, *each) for place, cases in result["places"].items() for each in cases.items()]
+    for place, case, found in cases:
+        for figure, meaning, key in told:
+            yield Row(
+                benchmark="unchanged",
+                case=f"{case}, {result['megabytes']} MB, {place}",
+                figure=figure,
+                meaning=meaning,
+                ours=found[key],
+                samples=len(found["samples"]["shared"]),
+                load=load_of(result),
+            )
+
+
+def _crashpoints(result: Mapping[str, Any]) -> Iterable[Row]:
+    yield Row(
+        benchmark="crashpoints",
+        case="every point" if result["full"] else "some points",
+        figure="violations",
+        meaning="committed steps lost or changed by a crash after a storage operation",
+        ours=len(result["violations"]),
+        samples=sum(row.get("points", 0) for row in result["rows"].values()),
+    )
+
+
+def _proof(result: Mapping[str, Any]) -> Iterable[Row]:
+    for setting, samples in result["settings"].items():
+        pairs = zip(samples["with"]["cpu_s_per_gb"], samples["without"]["cpu_s_per_gb"], strict=True)
+        more = [with_s - without_s for with_s, without_s in pairs]
+        yield Row(
+            benchmark="proof",
+            case=f"from {setting}",
+            figure="digest_cpu_s_per_gb",
+            meaning="processor time of digests in a durable commit",
+            ours=median(more) or 0.0,
+            samples=len(more),
+            load=load_of(result),
+        )
+
+
+def _gather(result: Mapping[str, Any]) -> Iterable[Row]:
+    yield Row(
+        benchmark="gather",
+        case=f"{result['processes']} processes",
+        figure="gather_s",
+        meaning="process 0 collects all inventories, ranks them, answers",
+        ours=result["gather_s"],
+        samples=result["repeats"],
+    )
+
+
+def _broadcast(result: Mapping[str, Any]) -> Iterable[Row]:
+    for count, found in result["replicas"].items():
+        read = {
+            name: median(
+                [
+                    sample["bytes_read"] / found["state_bytes"]
+                    for rounds in found["samples"].values()
+                    for sample in rounds[name]
+                ]
+            )
+            for name in ("broadcast", "orbax")
+        }
+        yield Row(
+            benchmark="broadcast",
+            case=f"{count} replicas",
+            figure="read_ratio",
+            meaning="bytes read from storage over the state's, by all together",
+            ours=read["broadcast"] or 0.0,
+            peer=read["orbax"],
+            peer_name="orbax",
+            limit=1.0,
+            samples=sum(len(rounds["broadcast"]) for rounds in found["samples"].values()),
+            load=load_of(result),
+        )
+    yield from _choices(result)
+
+
+def _choices(result: Mapping[str, Any]) -> Iterable[Row]:
+    for count, found in result["replicas"].items():
+        for rate, rounds in found["samples"].items():
+            yield Row(
+                benchmark="broadcast",
+                case=f"{count} replicas, {rate} MB/s",
+                figure="choice_ratio",
+                meaning="seconds of the side that the cost model chose, over those of the faster one",
+                ours=found["bars"][f"choice_at_{rate}"]["ratio"],
+                limit=1.1,
+                samples=len(rounds["auto"]),
+                load=load_of(result),
+            )
+
+
+def _simulator(result: Mapping[str, Any]) -> Iterable[Row]:
+    predicted = [row for row in result["rows"] if not row["fitted"]]
+    yield Row(
+        benchmark="simulator",
+        case=f"{len(predicted)} runs with failures",
+        figure="points_apart",
+        meaning="predicted and measured goodput, percentage points apart on average",
+        ours=result["difference_points_mean"],
+        samples=len(predicted),
+        load=load_of(result),
+    )
+
+
+def _policy(result: Mapping[str, Any]) -> Iterable[Row]:
+    meaning = "goodput over that of the best fixed interval in hindsight, least of the traces"
+    told = {"oracle": ("", meaning), "blurred": ("_blurred", f"{meaning}, with the moments of failures blurred")}
+    for share in sorted({case["cost_share"] for case in result["cases"]}):
+        for against, (suffix, meaning) in told.items():
+            ratios = [case[against]["ratio"] for case in result["cases"] if case["cost_share"] == share]
+            yield Row(
+                benchmark="policy",
+                case=f"a save costs {share:.1%} of the MTBF",
+                figure=f"goodput_of_oracle{suffix}",
+                meaning=meaning,
+                ours=min(ratios),
+                samples=len(ratios),
+            )
+        drawn = [case["hindsight"] for case in result["cases"] if case["cost_share"] == share]
+        worst = min(drawn, key=lambda each: each["ours"]["ratio"])
+        yield Row(
+            benchmark="policy",
+            case=f"a save costs {share:.1%} of the MTBF",
+            figure="goodput_of_oracle_drawn",
+            meaning="the same on traces drawn from each trace's law; the limit is the fixed interval that knows it",
+            ours=worst["ours"]["ratio"],
+            limit=max(worst["law"]["ratio"], worst["ours"]["ratio"]),
+            limit_name="ckptkit" if worst["ours"]["ratio"] > worst["law"]["ratio"] else "",
+            samples=len(drawn),
+        )
+
+
+def _simulate(result: Mapping[str, Any]) -> Iterable[Row]:
+    case = f"{result['hosts']:,} hosts x {result['days']:g} days x {result['runs']:,} runs, every policy"
+    told = {"wall_s": ("simulate_s", "the whole command"), "cpu_s": ("simulate_cpu_s", "its processor time")}
+    for name, (figure, meaning) in told.items():
+        yield Row(
+            benchmark="simulate",
+            case=case,
+            figure=figure,
+            meaning=meaning,
+            ours=median([each[name] for each in result["samples"]]) or 0.0,
+            samples=len(result["samples"]),
+            load=load_of(result),
+        )
+
+
+def _inspect(result: Mapping[str, Any]) -> Iterable[Row]:
+    for case, samples in result["cases"].items():
+        yield Row(
+            benchmark="inspect",
+            case=f"{result['leaves']:,} leaves, {case}",
+            figure="inspect_s",
+            meaning="`ckptkit inspect`, from its start to its end; for Orbax its metadata call alone",
+            ours=median([each["wall_s"] for each in samples["ckptkit"]]) or 0.0,
+            peer=median([each["call_s"] for each in samples.get("orbax", ())]),
+            peer_name="orbax_call" if "orbax" in samples else "",
+            samples=len(samples["ckptkit"]),
+            load=load_of(result),
+        )
+        yield Row(
+            benchmark="inspect",
+            case=f"{result['leaves']:,} leaves, {case}",
+            figure="inspect_cpu_s",
+            meaning="processor time of `ckptkit inspect`, imports included",
+            ours=median([each["cpu_s"] for each in samples["ckptkit"]]) or 0.0,
+            peer=median([each["cpu_s"] for each in samples.get("orbax", ())]),
+            peer_name="orbax_call" if "orbax" in samples else "",
+            samples=len(samples["ckptkit"]),
+            load=load_of(result),
+        )
+
+
+def _convert(result: Mapping[str, Any]) -> Iterable[Row]:
+    case = f"{result['size_bytes'] / 2**30:g} GiB within {result['memory_bytes'] >> 20} MiB"
+    for what, samples in result["jobs"].items():
+        if what.startswith("obvious"):
+            continue
+        yield Row(
+            benchmark="convert",
+            case=f"{case}, {what}",
+            figure="of_copy_rate",
+            meaning="rate over that of `cp` and fsync of the same files, in the same run",
+            ours=median([each["copy_s"] / each["work_s"] for each in samples]) or 0.0,
+            samples=len(samples),
+            load=load_of(result),
+        )
+        yield Row(
+            benchmark="convert",
+            case=f"{case}, {what}",
+            figure="peak_bytes",
+            meaning="resident memory, with imports",
+            ours=max(each["peak"] for each in samples),
+            samples=len(samples),
+            load=load_of(result),
+        )
+
+
+def _gpu(result: Mapping[str, Any]) -> Iterable[Row]:
+    """Virtual devices have rows of their own: their figures say nothing of a GPU."""
+    for case, state in result["states"].items():
+        found = {name: _medians(samples) for name, samples in state["contenders"].items()}
+        for meaning, (figure, _) in GPU_FIGURES.items():
+            peers = {name: each[figure] for name, each in found.items() if name in PEERS and figure in each}
+            best = min(peers, key=lambda name: peers[name]) if peers else ""
+            ours = "ckptkit" if "ckptkit" in found else next(iter(found))
+            if figure in found[ours]:
+                yield Row(
+                    benchmark="gpu_on_cpu" if result["platform"] == "cpu" else "gpu",
+                    case=case,
+                    figure=figure,
+                    meaning=f"{ours}: {meaning.rpartition(',')[0]}",
+                    ours=found[ours][figure],
+                    peer=peers.get(best),
+                    peer_name=best,
+                    samples=len(state["contenders"][ours][figure]),
+                    load=load_of(result),
+                )
+
+
+def _medians(samples: Mapping[str, Iterable[float | None]]) -> dict[str, float]:
+    known = {figure: [each for each in values if each is not None] for figure, values in samples.items()}
+    return {figure: median(values) or 0.0 for figure, values in known.items() if values}
+
+
+READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
+    "faults": _faults,
+    "corruption": _corruption,
+    "crashpoints": _crashpoints,
+    "kill": _kill,
+    "hosts": _hosts,
+    "unchanged": _unchanged,
+    "proof": _proof,
+    "gather": _gather,
+    "broadcast": _broadcast,
+    "simulator": _simulator,
+    "policy": _policy,
+    "simulate": _simulate,
+    "inspect": _inspect,
+    "convert": _convert,
+    "gpu": _gpu,
+}
