@@ -22,7 +22,7 @@ from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.store import Stat, Store, open_store, put_new
 from ckptkit.store.backends import BACKENDS, backend_of, properties_of
-from ckptkit.store.local import LocalStore, remove_empty, sync_directory, sync_tree
+from ckptkit.store.local import LocalStore, remove_empty, sync_above, sync_directory, sync_tree
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore
 
@@ -266,6 +266,8 @@ class Destination:
         if self.properties.file_system:
             sync_tree(self.url)
         if not renamed:
+            if self.properties.file_system:
+                sync_above(self.target)
             if marker is not None:
                 put_new(self._opened(self.url), paths.COMMIT_MARK, marker.encode())
             self.journal.remove()
@@ -276,7 +278,8 @@ class Destination:
                 f"{self.target} was made meanwhile; the written data is in {self.part}", path=self.target
             )
         os.rename(self.url, self.target)
-        sync_directory(self._above)
+        sync_directory(self.part)
+        sync_above(self.target)
         self.journal.remove()
         self._remove_part()
 

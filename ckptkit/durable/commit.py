@@ -15,6 +15,7 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import final
 
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
@@ -28,7 +29,7 @@ from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import Stat, Store, open_store, put_new, side_by_side
 from ckptkit.store.backends import properties_of
-from ckptkit.store.local import LocalStore, remove_empty, sync_directory
+from ckptkit.store.local import LocalStore, make_directory, remove_empty, sync_directory
 from ckptkit.store.retry import retried
 
 
@@ -52,7 +53,8 @@ class DiskAttempt:
         """Makes the place; raises `StepAlreadyExistsError` where the step is there."""
         if os.path.lexists(self._where):
             raise _exists(self._where, self._save_id)
-        os.makedirs(self.place, mode=self._mode)
+        make_directory(Path(self.place).parent, synced=True)  # made at the start, but it may be gone
+        os.mkdir(self.place, self._mode)
         # Kept open: a disk gives the inode number of a deleted directory to the next one that is made.
         self._directory = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
@@ -155,6 +157,8 @@ class MarkAttempt:
         """The step is there from now on. Raises `StepAlreadyExistsError`, `CheckpointError` where a later run has
         deleted the intent."""
         mark = f"{self._name}/{paths.COMMIT_MARK}"
+        if self._store.properties.file_system:
+            sync_directory(self._store.url)  # what is put last syncs the directories below the step's name
         try:
             commit_mark(self._store, self._intent, mark, self._mark)
         except FileExistsError as error:

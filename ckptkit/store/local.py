@@ -213,6 +213,25 @@ def make_directory(directory: Path, *, synced: bool, mode: int = 0o777) -> None:
         sync_directory(directory.parent)
 
 
+def make_durable(directory: str | os.PathLike[str], *, mode: int = 0o777) -> None:
+    """Makes a directory (with permissions `mode`) and those above it. A power failure undoes none of them, whoever made
+    it."""
+    make_directory(Path(directory), synced=False, mode=mode)
+    sync_above(directory)
+
+
+def sync_above(path: str | os.PathLike[str]) -> None:
+    """Makes the name of a file or directory durable, and the names of all directories above it: `mkdir -p` syncs none.
+    Cost: a sync for each directory up to the mount point. One that this process may not read is skipped."""
+    real = Path(os.path.realpath(path))
+    device = real.stat().st_dev
+    for above in real.parents:
+        if above.stat().st_dev != device:
+            return
+        with suppress(PermissionError):
+            sync_directory(above)
+
+
 def remove_empty(directory: str | os.PathLike[str]) -> None:
     """Removes a directory and those below it, as far as they are empty, or hold only unfinished puts."""
     for here, _, names in os.walk(directory, topdown=False):

@@ -29,7 +29,7 @@ from ckptkit.inspection.places import Place
 from ckptkit.model import paths
 from ckptkit.store import open_store, put_new
 from ckptkit.store.backends import properties_of
-from ckptkit.store.local import remove_empty, sync_directory
+from ckptkit.store.local import make_durable, remove_empty, sync_directory, sync_tree
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore, forget_listings
 from ckptkit.store.retry import retried
@@ -64,7 +64,7 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     _check_room(plan)
     target = open_store(plan.target, deadline_s=timeout_s)
     if properties_of(plan.target).file_system:
-        os.makedirs(plan.target, exist_ok=True)
+        make_durable(plan.target)
     done, notes, total, before = [], list(plan.notes), plan.copied_bytes, 0
     with _leased(plan, timeout_s, notes) as kept:
         shield_records(target)
@@ -309,13 +309,13 @@ class _Copying:
                     store.put(f"{item}/{paths.COMMIT_MARK}", text)
             store.delete(JOURNAL)
             if store.properties.file_system:
-                _sync_below(self._place)
+                sync_tree(self._place)
             self._put_mark(text)
             return
         store.delete(JOURNAL)
         if paths.COMMIT_MARK in self._step.sizes or self._adoption is not None:
             store.put(paths.COMMIT_MARK, text)
-        _sync_below(self._place)
+        sync_tree(self._place)
         try:
             os.rename(self._place, self._step.target)
         except OSError as error:
@@ -365,17 +365,6 @@ class _Copying:
         self._written_s = clock.monotonic_s()
         record = {"source": self._described(), "objects": self._arrived}
         self._store.put(JOURNAL, json.dumps(record).encode())
-
-
-def _sync_below(path: str) -> None:
-    for directory, _, names in os.walk(path):
-        for name in names:
-            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        sync_directory(directory)
 
 
 PART_BYTES = 8 << 20  # held of each object in transfer

@@ -27,6 +27,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
+from ckptkit.store.local import sync_directory
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
 from ckptkit.verification.durable import prove_step
@@ -333,6 +334,8 @@ def _removed(each: PruneStep) -> bool:
         aside = move_away(each.path)
         if each.save_id is not None and DurableReader(aside, step=each.step).save_id() != each.save_id:
             os.rename(aside, each.path)
+            for name in (aside, each.path):  # without these, a power failure would leave it where it is deleted
+                sync_directory(os.path.dirname(name))
             return False
         shutil.rmtree(aside)
     except FileNotFoundError:

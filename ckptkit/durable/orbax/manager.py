@@ -5,12 +5,10 @@ The private names of Orbax that the drop-in needs are used here and nowhere else
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, final
 
 import jax
@@ -27,7 +25,7 @@ from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.listing import StepListing, committed_steps
 from ckptkit.durable.orbax.v1_args import carry_handlers
 from ckptkit.store.backends import properties_of
-from ckptkit.store.local import sync_directory
+from ckptkit.store.local import make_durable
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
 
@@ -39,12 +37,11 @@ def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
     if not (properties.file_system or properties.known_to_orbax):
         return  # s3fs would make the bucket: of a name that was mistyped, too
     mode = options.file_options.path_permission_mode if options.file_options else None
-    path = Path(url.removeprefix("file://"))
-    new = [each for each in (path, *path.parents) if not os.path.lexists(each)] if properties.file_system else []
     with suppress(OSError):
-        ocp.path.step.epath.Path(url).mkdir(parents=True, exist_ok=True, mode=mode)
-        for each in new:
-            sync_directory(each.parent)
+        if properties.file_system:
+            make_durable(url.removeprefix("file://"), mode=0o777 if mode is None else mode)
+        else:
+            ocp.path.step.epath.Path(url).mkdir(parents=True, exist_ok=True, mode=mode)
 
 
 def without_collectives(options: Any, count: int) -> Any:
