@@ -2,7 +2,9 @@
 
     python -m bench.crash_job HOME direct|mapping
 
-All its files are below HOME. Its promises are in notes, and the oracle uses nothing else.
+`direct` and `mapping` are ways to write a slot on a disk. With `mapping`, a mark commits each durable step, as on a
+mount that does not rename a directory in one step. All files are below HOME. The promises of the run are in notes, and
+the oracle uses nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import ckptkit
+from bench.crashpoints import MARKED
 from ckptkit.durable.cells import unchanged
 from ckptkit.durable.commit import make_attempt
 from ckptkit.model.manifest import SaveId
 from ckptkit.save import disk_copy
 from ckptkit.slots import arena
 from ckptkit.slots.reader import read_manifests
-from ckptkit.store import open_store
+from ckptkit.store import local, open_store
 from ckptkit.testing.crash import Notes
 from ckptkit.util import disk_file
 
@@ -43,7 +47,7 @@ def main() -> None:
     home, method = Path(sys.argv[1]).resolve(), sys.argv[2]
     notes = Notes(home)
     _say_what_is_mapped(notes, method)
-    with small_leaves_shared():
+    with small_leaves_shared(), committed_by_marks(method == MARKED):
         job = Job(home, notes.say)
         job.observe(lambda event: _say_what_was_staged(event, home, notes))
         job.save()
@@ -60,6 +64,17 @@ def small_leaves_shared() -> Iterator[None]:
         yield
     finally:
         unchanged.LEAF_BYTES_MIN, unchanged.GROUP_BYTES_MIN, disk_copy.KEPT_BYTES_MIN = usual
+
+
+@contextmanager
+def committed_by_marks(marked: bool) -> Iterator[None]:
+    """Directories are taken for those of a mounted bucket, if `marked`."""
+    usual = local.DIRECTORY
+    local.DIRECTORY = replace(usual, atomic_rename=not marked)
+    try:
+        yield
+    finally:
+        local.DIRECTORY = usual
 
 
 def make_state(step: int, branch: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,14 @@ from ckptkit.testing.crash import (
     record,
 )
 
-SHORT_POINTS = 2  # of each tier and operation, without --full
-METHODS = ("direct", "mapping")  # how a disk slot is written
+SHORT_POINTS = {"direct": 2, "mapping": 1}  # of each tier and operation, without --full
+SHORT_STATES = 12  # of a power failure at such a point
+MARKED = "mapping"  # of two runs, the one whose durable steps are committed by a mark
+METHODS = ("direct", MARKED)  # how a disk slot is written
 TIERS = ("ram", "ssd", "durable")
-_IN_WORKER = "CKPTKIT_BENCH_WORKER"
-_PRUNED = re.compile(r"(ram|ssd)/.*/step-[^/]*\.json|durable/_ckptkit/leaving/.*")
+_JUDGED = {"direct": ("ram", "ssd", "durable"), MARKED: ("ssd", "mount")}  # rows of each run
+IN_WORKER = "CKPTKIT_BENCH_WORKER"
+_PRUNED = re.compile(r"(ram|ssd)/.*/step-[^/]*\.json|durable/([0-9]+|_ckptkit/leaving)/.*")
 
 
 @click.command(context_settings={"max_content_width": 120})
@@ -53,8 +56,8 @@ def main(full: bool, seed: int, json_path: Path | None) -> None:
     """Crashes a run after each of its storage operations, and restarts it."""
     if not can_trace():
         raise click.ClickException("strace is not there or may not trace; install it (make setup-system)")
-    if _IN_WORKER not in os.environ:
-        environ = {**os.environ, "JAX_PLATFORMS": "cpu", _IN_WORKER: "1"}
+    if IN_WORKER not in os.environ:
+        environ = {**os.environ, "JAX_PLATFORMS": "cpu", IN_WORKER: "1"}
         command = [sys.executable, "-m", "bench", "crashpoints", "--seed", str(seed), *(["--full"] if full else [])]
         if json_path is not None:
             command += ["--json", str(json_path.absolute())]
@@ -72,6 +75,7 @@ def main(full: bool, seed: int, json_path: Path | None) -> None:
 
 def campaign(home: Path, full: bool, seed: int) -> dict[str, Any]:
     """Every point (or a few of each kind) of one run per method; rows are `tier operation`."""
+    from bench.crash_job import committed_by_marks
     from bench.crash_judge import Judge
 
     rows: dict[str, Counter[str]] = {}
@@ -81,25 +85,24 @@ def campaign(home: Path, full: bool, seed: int) -> dict[str, Any]:
         root = home / method / "run"
         trace = record_run(root, method)
         judge = Judge(root, trace)
-        control += len(without_syncs(root, trace))
+        control += len(without_syncs(root, trace)) if method == METHODS[0] else 0
         chance = random.Random(seed)
-        chosen = [number for number, label in points(trace) if method == METHODS[0] or label.startswith("ssd")]
-        if not full:
-            chosen = sampled(trace, chosen, chance)
-        labels = dict(points(trace))
-        for done, number in enumerate(chosen):
-            row = rows.setdefault(labels[number], Counter())
-            row["points"] += 1
-            for state, views in states(trace, number, labels[number], chance):
-                row["states"] += 1
-                before = judge.restarts
-                for wrong in judge.check(state, views):
-                    row["violations"] += 1
-                    operation = trace.operations[number]
-                    after = f"{method}: {number} {operation.call} {operation.path}"
-                    violations.append({"after": after, "state": str(state), "violation": wrong})
-                row["restarts"] += judge.restarts - before
-            _say(method, done + 1, len(chosen))
+        labels = {number: label for number, label in points(trace, method) if label.startswith(_JUDGED[method])}
+        chosen = list(labels) if full else _few(labels, SHORT_POINTS[method], chance)
+        with committed_by_marks(method == MARKED):
+            for done, number in enumerate(chosen):
+                row = rows.setdefault(labels[number], Counter())
+                row["points"] += 1
+                for state, views in states(trace, number, labels[number], full, chance):
+                    row["states"] += 1
+                    before = judge.restarts
+                    for wrong in judge.check(state, views):
+                        row["violations"] += 1
+                        operation = trace.operations[number]
+                        after = f"{method}: {number} {operation.call} {operation.path}"
+                        violations.append({"after": after, "state": str(state), "violation": wrong})
+                    row["restarts"] += judge.restarts - before
+                _say(method, done + 1, len(chosen))
     for name, after, wrong, restarts in bucket_points(home / "bucket", full, random.Random(seed)):
         rows.setdefault(name, Counter()).update(points=1, states=1, restarts=restarts, violations=len(wrong))
         violations += [{"after": after, "state": "", "violation": each} for each in wrong]
@@ -126,22 +129,21 @@ def without_syncs(root: Path, trace: Trace) -> list[str]:
     return Judge(root, trace).check(CrashState(count=newest + 1, dropped=lost), ("ssd",))
 
 
-def points(trace: Trace) -> Iterator[tuple[int, str]]:
-    """Every storage operation of the run, by `tier operation`; damage that the run did to itself is none."""
-    scene = ""
+def points(trace: Trace, method: str) -> Iterator[tuple[int, str]]:
+    """Every storage operation of the run, by `tier operation`; damage that the run did to itself is none. The durable
+    tier of a run with marks is the tier `mount`."""
+    scene, durable = "", "mount" if method == MARKED else "durable"
     for number, operation in enumerate(trace.operations):
         if isinstance(operation.effect, Note):
             scene = json.loads(operation.effect.text).get("scene", scene)
             if "committed" not in operation.effect.text:
                 continue
             tier = json.loads(operation.effect.text)["committed"][0]  # right after a promise, before what follows it
-            yield (
-                number,
-                f"{tier} {'save' if tier == 'ram' and scene == 'save' else 'flush' if scene == 'save' else scene}",
-            )
+            what = "save" if tier == "ram" and scene == "save" else "flush" if scene == "save" else scene
+            yield number, f"{durable if tier == 'durable' else tier} {what}"
         elif is_operation(operation) and scene != "damage":
             tier = operation.path.partition("/")[0]
-            yield number, f"{tier} {_what(operation, tier, scene)}"
+            yield number, f"{durable if tier == 'durable' else tier} {_what(operation, tier, scene)}"
 
 
 def bucket_points(home: Path, full: bool, chance: random.Random) -> Iterator[tuple[str, str, list[str], int]]:
@@ -154,39 +156,38 @@ def bucket_points(home: Path, full: bool, chance: random.Random) -> Iterator[tup
         judge = BucketJudge(home, history)
         scenes = {number: scene_at(history.notes, number) for number in range(len(history.states))}
         labels = {n: label(history.states[n][0], scene) for n, scene in scenes.items() if scene != "damage"}
-        chosen = list(labels) if full else _few(labels, chance)
+        chosen = list(labels) if full else _few(labels, 1, chance)
         for done, number in enumerate(chosen):
             wrong, asked = judge.check(number, repairs=scenes[number] == "repair")
             yield labels[number], f"request {number}: {history.states[number][0]}", wrong, asked
             _say("bucket", done + 1, len(chosen))
 
 
-def sampled(trace: Trace, chosen: Sequence[int], chance: random.Random) -> list[int]:
-    """A few of each kind: the last, and some before it."""
-    within = set(chosen)
-    return _few({number: label for number, label in points(trace) if number in within}, chance)
-
-
-def _few(labels: Mapping[int, str], chance: random.Random) -> list[int]:
+def _few(labels: Mapping[int, str], count: int, chance: random.Random) -> list[int]:
+    """So many of each kind: the last, and some before it."""
     by_label: dict[str, list[int]] = {}
     for number, label in labels.items():
         by_label.setdefault(label, []).append(number)
     few: set[int] = set()
     for numbers in by_label.values():
-        few |= {numbers[-1], *chance.sample(numbers, min(len(numbers), SHORT_POINTS - 1))}
+        few |= {numbers[-1], *chance.sample(numbers, min(len(numbers), count - 1))}
     return sorted(few)
 
 
 def states(
-    trace: Trace, number: int, label: str, chance: random.Random
+    trace: Trace, number: int, label: str, full: bool, chance: random.Random
 ) -> Iterator[tuple[CrashState, tuple[str, ...]]]:
     """The possible leftovers of a crash at a point, and the tiers to test. A ramdisk does not outlive its host's power,
     and Orbax's files are not synced, so a power failure is tested for the disk tier alone."""
+    own = label.partition(" ")[0].replace("mount", "durable")
     for state in process_crashes(trace, number):
-        yield state, ("all", *TIERS)
+        yield state, ("all", *TIERS) if full else ("all", own)
     if label.startswith("ssd"):
-        for state in power_failures(trace, number, lambda each: each.path.startswith("ssd/"), chance):
-            yield state, ("ssd",)
+        lost = list(power_failures(trace, number, lambda each: each.path.startswith("ssd/"), chance))
+        if not full:  # everything unsynced lost, and some others
+            most = max(lost, key=lambda state: len(state.dropped))
+            lost = [most, *chance.sample(lost, min(len(lost), SHORT_STATES - 1))]
+        yield from ((state, ("ssd",)) for state in lost)
 
 
 def _what(operation: Operation, tier: str, scene: str) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.crash_oracle import promised
-from bench.crashpoints import held
+from bench.crashpoints import IN_WORKER, held
 from tests.strace import needs_strace
 
 ROOT = Path(__file__).parent.parent.parent
-TIERS = ("ram", "ssd", "durable", "bucket")
+TIERS = ("ram", "ssd", "durable", "mount", "bucket")
 
 
 @needs_strace
@@ -23,7 +23,7 @@ def test_short_crashpoint_campaign_passes(tmp_path: Path) -> None:
     out = tmp_path / "out" / "result.json"
     command = [sys.executable, "-m", "bench", "crashpoints", "--json", str(out)]
     environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environ["TMPDIR"] = str(tmp_path)
+    environ |= {"TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu", IN_WORKER: "1"}  # which `bench` would begin for it
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=175)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "a campaign leaves nothing behind"

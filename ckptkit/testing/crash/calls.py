@@ -161,10 +161,10 @@ class Reader:
             if offset == "NULL":
                 source.position += result
             return self._disk.content(source.node)[start : start + result]
-        found = _HEX.findall(text)
-        if any(cut for _, cut in found):
+        parts = text.split('"')  # every second one is a string, in hexadecimal: it has no quotes
+        if any(after.startswith("...") for after in parts[2::2]):
             raise TraceError(f"a {name} is too long to be recorded")
-        return b"".join(bytes.fromhex(part.replace("\\x", "")) for part, _ in found)[:result]
+        return bytes.fromhex("".join(parts[1::2]).replace("\\x", ""))[:result]
 
     def _opened(self, process: int, base: int | None, path: str, flags: str, fd: int) -> None:
         self._open.pop((process, fd), None)

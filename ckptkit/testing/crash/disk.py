@@ -77,17 +77,27 @@ class Disk:
         self._kinds = kinds
         self._bytes: dict[int, bytearray] = {}
         self._entries: dict[int, dict[str, int]] = {}
+        self._lent = set[int]()  # nodes whose bytes a copy has too: copied before they change
+        self._digests: dict[int, bytes] = {}
+
+    def copy(self) -> Disk:
+        """The same state, which changes by itself. Cost: that of the names; bytes are copied where they change."""
+        other = Disk(self._kinds)
+        other._bytes, other._digests = dict(self._bytes), dict(self._digests)
+        other._entries = {directory: dict(entries) for directory, entries in self._entries.items()}
+        self._lent, other._lent = set(self._bytes), set(self._bytes)
+        return other
 
     def apply(self, effect: DiskEffect) -> None:
         """Does what the operation did."""
         match effect:
             case Write(node, offset, data):
-                content = self._bytes.setdefault(node, bytearray())
+                content = self._own(node)
                 if len(content) < offset:
                     content.extend(bytes(offset - len(content)))
                 content[offset : offset + len(data)] = data
             case Resize(node, size_bytes, grows):
-                content = self._bytes.setdefault(node, bytearray())
+                content = self._own(node)
                 if not grows:
                     del content[size_bytes:]
                 content.extend(bytes(max(0, size_bytes - len(content))))
@@ -141,7 +151,9 @@ class Disk:
         for start in below:
             for path, node in self.tree(start):
                 digest.update(f"{path}\0{self._kinds[node]}\0".encode())
-                digest.update(hashlib.blake2b(self._bytes.get(node, b""), digest_size=16).digest())
+                if node not in self._digests:
+                    self._digests[node] = hashlib.blake2b(self._bytes.get(node, b""), digest_size=16).digest()
+                digest.update(self._digests[node])
         return digest.hexdigest()
 
     def materialise(self, target: Path, below: Iterable[str] = ("",)) -> None:
@@ -163,6 +175,14 @@ class Disk:
                 else:
                     files[node] = place
                     place.write_bytes(self._bytes.get(node, b""))
+
+    def _own(self, node: int) -> bytearray:
+        """The bytes of a file, to be changed."""
+        self._digests.pop(node, None)
+        if node in self._lent:
+            self._lent.discard(node)
+            self._bytes[node] = bytearray(self._bytes[node])
+        return self._bytes.setdefault(node, bytearray())
 
     def _walk(self, path: str, node: int) -> Iterator[tuple[str, int]]:
         for name, child in sorted(self._entries.get(node, {}).items()):

@@ -24,9 +24,11 @@ class CrashState:
 
     def disk(self, trace: Trace) -> Disk:
         """The files that a restart finds."""
-        disk, torn = Disk(trace.kinds).replay(trace.before), dict(self.torn)
-        for number, operation in enumerate(trace.operations[: self.count]):
-            effect = operation.effect
+        torn = dict(self.torn)
+        first = min(self.count, *self.dropped, *torn) if self.dropped or torn else self.count
+        disk = trace.disk(first)
+        for number in range(first, self.count):
+            effect = trace.operations[number].effect
             if number in self.dropped:
                 continue
             if number in torn and isinstance(effect, Write):

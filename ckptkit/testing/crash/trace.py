@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -21,6 +21,7 @@ from ckptkit.testing.crash.calls import CALLS, Reader, TraceError
 from ckptkit.testing.crash.disk import Disk, DiskEffect, NodeKind, Note, Operation
 
 NOTES_NAME = "_notes"  # a file in the traced directory that is not a part of it
+_EVERY = 64  # operations: a state is replayed from the last of these points before it
 _STRING_BYTES = 64 << 20  # of one write: a longer one is not a valid trace
 
 
@@ -32,11 +33,22 @@ class Trace:
     kinds: Mapping[int, NodeKind]
     before: tuple[DiskEffect, ...]
     operations: tuple[Operation, ...]
+    _passed: list[Disk] = field(default_factory=list, init=False, repr=False, compare=False)  # after each `_EVERY`
 
     def disk(self, count: int | None = None) -> Disk:
-        """The state after the first `count` operations, all of them by default."""
-        effects = (operation.effect for operation in self.operations[:count])
-        return Disk(self.kinds).replay(self.before).replay(effects)
+        """The state after the first `count` operations, all of them by default. One thread at a time."""
+        count = len(self.operations) if count is None else count
+        if not self._passed:
+            self._passed.append(Disk(self.kinds).replay(self.before))
+        while len(self._passed) <= count // _EVERY:
+            self._passed.append(self._after(len(self._passed) * _EVERY))
+            self._passed[-1].digest()  # its copies know the digests of all files
+        return self._after(count)
+
+    def _after(self, count: int) -> Disk:
+        start = min(count // _EVERY, len(self._passed) - 1)
+        effects = (operation.effect for operation in self.operations[start * _EVERY : count])
+        return self._passed[start].copy().replay(effects)
 
 
 @final
