@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Final, Literal
 
 Medium = Literal["memory", "disk", "network", "bucket", "other"]
-Has = Literal["yes", "no", "some"]  # some: it depends on the server, the version or the mount's options
 
 _FUSE_MAGIC = 0x65735546  # FUSE_SUPER_MAGIC of linux/magic.h; virtiofs has it too
 _MAGIC_NAMES: Final = {  # linux/magic.h, and statfs(2); what is not here is looked up among the mounts
@@ -33,28 +32,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guarantees:
-    """The guarantees of one kind of file system about files and directories, besides their names."""
-
-    directory_sync: Has = "yes"
-    """`fsync` of a directory makes its names durable; `some`: names are durable without it."""
-
-    coherent: Has = "yes"
-    """Other hosts see a file's bytes once its writer has closed it (close-to-open), and new names at once."""
-
-    flock: Has = "yes"
-    """`flock(2)` excludes processes of other hosts too."""
-
-    direct_io: Has = "yes"
-    """`O_DIRECT` works."""
-
-    shared_mmap: Has = "yes"
-    """Mapped memory shows what other processes of this host write, by a call or a mapping."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FileSystem:
-    """One kind of file system: where its bytes are, and what it guarantees."""
+    """One kind of file system: where its bytes are, and what it guarantees about names."""
 
     name: str
     """The type, as `/proc/self/mountinfo` has it."""
@@ -68,9 +47,6 @@ class FileSystem:
     hard_links: bool
     """`link(2)` gives a second name to a file, and fails where the name is taken."""
 
-    keeps: Guarantees = Guarantees()
-    """Its other guarantees."""
-
     source: str = ""
     """Where this is documented."""
 
@@ -78,99 +54,57 @@ class FileSystem:
 _MAN = "https://man7.org/linux/man-pages/man2/rename.2.html"
 _KERNEL = "https://docs.kernel.org/filesystems"
 _GCSFUSE = "https://github.com/GoogleCloudPlatform/gcsfuse/blob/master/docs/semantics.md"
+_SMB = "https://learn.microsoft.com/openspecs/windows_protocols/ms-fscc/1d2673a8-8fb9-4868-920a-775ccaa30cf8"
 
 
-def _disk(name: str, source: str = _MAN) -> FileSystem:
-    return FileSystem(name=name, medium="disk", atomic_rename=True, hard_links=True, source=source)
+def _posix(name: str, medium: Medium, source: str = _MAN) -> FileSystem:
+    return FileSystem(name=name, medium=medium, atomic_rename=True, hard_links=True, source=source)
 
 
-def _memory(name: str) -> FileSystem:
-    # O_DIRECT on tmpfs: since Linux 6.6.
-    keeps = Guarantees(direct_io="some")
-    source = f"{_KERNEL}/tmpfs.html"
-    return FileSystem(name=name, medium="memory", atomic_rename=True, hard_links=True, keeps=keeps, source=source)
-
-
-def _network(name: str, source: str, *, coherent: Has = "yes", flock: Has = "yes", mmap: Has = "some") -> FileSystem:
-    keeps = Guarantees(coherent=coherent, flock=flock, shared_mmap=mmap)
-    return FileSystem(name=name, medium="network", atomic_rename=True, hard_links=True, keeps=keeps, source=source)
-
-
-def _bucket(name: str, source: str) -> FileSystem:
-    keeps = Guarantees(directory_sync="no", coherent="some", flock="no", direct_io="some", shared_mmap="some")
-    return FileSystem(name=name, medium="bucket", atomic_rename=False, hard_links=False, keeps=keeps, source=source)
+def _other(name: str, medium: Medium, source: str) -> FileSystem:
+    return FileSystem(name=name, medium=medium, atomic_rename=False, hard_links=False, source=source)
 
 
 FILE_SYSTEMS: Final = {
     each.name: each
     for each in (
-        *(_disk(name) for name in ("ext2", "ext3", "ext4", "xfs", "f2fs", "zfs", "bcachefs", "reiserfs", "jfs")),
-        _disk("btrfs", "https://btrfs.readthedocs.io/en/latest/"),
+        *(_posix(name, "disk") for name in ("ext2", "ext3", "ext4", "xfs", "f2fs", "zfs", "bcachefs", "reiserfs", "jfs")),
+        _posix("btrfs", "disk", "https://btrfs.readthedocs.io/en/latest/"),
         # A directory of a lower layer is not renamed (EXDEV): ours are made in the upper one.
-        _disk("overlay", f"{_KERNEL}/overlayfs.html#renaming-directories"),
-        _disk("fuse.fuse-overlayfs", "https://github.com/containers/fuse-overlayfs"),
-        _disk("fuse.bindfs", "https://bindfs.org/docs/bindfs.1.html"),
-        *(_memory(name) for name in ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")),
+        _posix("overlay", "disk", f"{_KERNEL}/overlayfs.html#renaming-directories"),
+        _posix("fuse.fuse-overlayfs", "disk", "https://github.com/containers/fuse-overlayfs"),
+        _posix("fuse.bindfs", "disk", "https://bindfs.org/docs/bindfs.1.html"),
+        *(_posix(name, "memory", f"{_KERNEL}/tmpfs.html") for name in ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")),
         # RFC 8881, 18.26.3: RENAME is atomic to the client. A repeated request may answer ENOENT after a success.
-        *(
-            _network(name, "https://man7.org/linux/man-pages/man5/nfs.5.html", coherent="some", mmap="some")
-            for name in ("nfs", "nfs4")
-        ),
-        # flock needs the mount option of that name; also Amazon FSx for Lustre, Google's and Azure's Managed Lustre.
-        _network("lustre", "https://doc.lustre.org/lustre_manual.xhtml", flock="some", mmap="yes"),
-        _network("ceph", "https://docs.ceph.com/en/latest/cephfs/posix/", mmap="yes"),
-        _network("fuse.ceph-fuse", "https://docs.ceph.com/en/latest/cephfs/posix/"),
-        _network("gpfs", "https://www.ibm.com/docs/en/storage-scale"),
-        _network("beegfs", "https://doc.beegfs.io/latest/", flock="some"),
-        _network("9p", f"{_KERNEL}/9p.html", coherent="some", flock="some"),  # as the server's, and the cache mode
-        _network("virtiofs", f"{_KERNEL}/virtiofs.html", flock="some"),
-        _network("fuse.juicefs", "https://juicefs.com/docs/community/posix_compatibility"),
+        *(_posix(name, "network", "https://man7.org/linux/man-pages/man5/nfs.5.html") for name in ("nfs", "nfs4")),
+        # Also Amazon FSx for Lustre, Google's and Azure's Managed Lustre.
+        _posix("lustre", "network", "https://doc.lustre.org/lustre_manual.xhtml"),
+        _posix("ceph", "network", "https://docs.ceph.com/en/latest/cephfs/posix/"),
+        _posix("fuse.ceph-fuse", "network", "https://docs.ceph.com/en/latest/cephfs/posix/"),
+        _posix("gpfs", "network", "https://www.ibm.com/docs/en/storage-scale"),
+        _posix("beegfs", "network", "https://doc.beegfs.io/latest/"),
+        _posix("9p", "network", f"{_KERNEL}/9p.html"),
+        _posix("virtiofs", "network", f"{_KERNEL}/virtiofs.html"),
+        _posix("fuse.juicefs", "network", "https://juicefs.com/docs/community/posix_compatibility"),
         # A server refuses to rename a directory below which a file is open, and may have no hard links.
-        *(
-            FileSystem(
-                name=name,
-                medium="network",
-                atomic_rename=False,
-                hard_links=False,
-                keeps=Guarantees(coherent="some", flock="some", shared_mmap="some"),
-                source="https://learn.microsoft.com/openspecs/windows_protocols/ms-fscc/1d2673a8-8fb9-4868-920a-775ccaa30cf8",
-            )
-            for name in ("cifs", "smb3")
-        ),
-        *(
-            FileSystem(name=name, medium="disk", atomic_rename=False, hard_links=False, source=f"{_KERNEL}/vfat.html")
-            for name in ("vfat", "exfat", "msdos")
-        ),
+        *(_other(name, "network", _SMB) for name in ("cifs", "smb3")),
+        *(_other(name, "disk", f"{_KERNEL}/vfat.html") for name in ("vfat", "exfat", "msdos")),
         # "renaming directories is not atomic": each object is copied and deleted.
-        _bucket("fuse.gcsfuse", _GCSFUSE),
-        _bucket("fuse.s3fs", "https://github.com/s3fs-fuse/s3fs-fuse#limitations"),
-        _bucket("fuse.mount-s3", "https://github.com/awslabs/mountpoint-s3/blob/main/doc/SEMANTICS.md"),
-        _bucket("fuse.goofys", "https://github.com/kahing/goofys#current-status"),
-        _bucket("fuse.geesefs", "https://github.com/yandex-cloud/geesefs"),
-        _bucket("fuse.blobfuse2", "https://github.com/Azure/azure-storage-fuse"),
-        _bucket("fuse.rclone", "https://rclone.org/commands/rclone_mount/"),
-        _bucket("fuse.ossfs", "https://github.com/aliyun/ossfs"),
+        _other("fuse.gcsfuse", "bucket", _GCSFUSE),
+        _other("fuse.s3fs", "bucket", "https://github.com/s3fs-fuse/s3fs-fuse#limitations"),
+        _other("fuse.mount-s3", "bucket", "https://github.com/awslabs/mountpoint-s3/blob/main/doc/SEMANTICS.md"),
+        _other("fuse.goofys", "bucket", "https://github.com/kahing/goofys#current-status"),
+        _other("fuse.geesefs", "bucket", "https://github.com/yandex-cloud/geesefs"),
+        _other("fuse.blobfuse2", "bucket", "https://github.com/Azure/azure-storage-fuse"),
+        _other("fuse.rclone", "bucket", "https://rclone.org/commands/rclone_mount/"),
+        _other("fuse.ossfs", "bucket", "https://github.com/aliyun/ossfs"),
     )
 }
 
 # Of a FUSE program that is not in the table nothing is known. A mark is right on every one.
-_ANY_FUSE: Final = FileSystem(
-    name="fuse",
-    medium="other",
-    atomic_rename=False,
-    hard_links=False,
-    keeps=Guarantees(directory_sync="some", coherent="some", flock="some", direct_io="some", shared_mmap="some"),
-    source="https://docs.kernel.org/filesystems/fuse/index.html",
-)
+_ANY_FUSE: Final = _other("fuse", "other", f"{_KERNEL}/fuse/index.html")
 # The kernel's own file systems keep POSIX's word on rename(2).
-_ANY: Final = FileSystem(
-    name="unknown",
-    medium="other",
-    atomic_rename=True,
-    hard_links=True,
-    keeps=Guarantees(coherent="some", flock="some"),
-    source=_MAN,
-)
+_ANY: Final = _posix("unknown", "other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
