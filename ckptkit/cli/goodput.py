@@ -1,4 +1,4 @@
-"""`ckptkit goodput`: the account of a run, as a table, a page, a picture or metrics; once, or while it goes on."""
+"""`ckptkit goodput`: the account of a run, as a table, a page or metrics; once, or while it goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.outputs import OutputFile, needed, write_figure, write_whole
+from ckptkit.cli.outputs import OutputFile, needed, write_whole
 from ckptkit.cli.prices import PRICE, job_price, price_of_hosts, processes_of
 from ckptkit.cli.text import count_text, print_json, print_line, print_table
 from ckptkit.diagnosis.saving import BetterInterval, better_interval
@@ -51,7 +51,6 @@ _REFRESH_SHARE = 10.0  # a look costs at most a tenth of a core, however long th
 @click.command()
 @click.argument("run_dir")
 @click.option("--html", type=_FILE, help="One self-contained page: timeline, badput, stalls, what each loss cost.")
-@click.option("--png", type=_FILE, help="A picture of the time by kind (needs matplotlib).")
 @click.option("--prometheus", type=_FILE, help="Metrics for the node exporter's textfile collector (name it *.prom).")
 @click.option("--tensorboard", type=_DIRECTORY, help="Scalars in this directory (needs tensorboardX).")
 @PRICE
@@ -61,7 +60,6 @@ _REFRESH_SHARE = 10.0  # a look costs at most a tenth of a core, however long th
 def goodput(
     run_dir: str,
     html: Path | None,
-    png: Path | None,
     prometheus: Path | None,
     tensorboard: Path | None,
     price: Price | None,
@@ -75,8 +73,6 @@ def goodput(
     """
     if follow and as_json:
         raise click.UsageError("--follow is for a terminal: leave --json out, or leave --follow out")
-    if png:
-        needed("matplotlib", "plot")
     if tensorboard:
         needed("tensorboardX", "tensorboard")
     directory = Path(run_dir)
@@ -89,8 +85,6 @@ def goodput(
     name = _run_name(directory.resolve())
     if html:
         write_whole(html, _page(report, timeline_of(logs), f"Goodput of {name}", costs))
-    if png:
-        write_picture(png, report)
     if prometheus:
         write_whole(prometheus, prometheus_text(report, run=name))
     if tensorboard:
@@ -354,21 +348,3 @@ def write_tensorboard(directory: Path, report: GoodputReport, run: Timeline) -> 
             tag = f"ckptkit/commit_seconds_of_save/{mark.tier}"
             writer.add_scalar(tag, mark.end_s - mark.start_s, mark.step, walltime=run.origin_s + mark.end_s)
     writer.close()
-
-
-def write_picture(path: Path, report: GoodputReport) -> None:
-    """A PNG of the time by kind. Needs matplotlib."""
-    needed("matplotlib", "plot")
-    from matplotlib.figure import Figure
-
-    rows = [(str(part).replace("_", " "), seconds) for part, seconds in report.parts_s.items() if seconds > 0]
-    figure = Figure(figsize=(9, 1.2 + 0.4 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
-    colours = ["#009E73" if name == "productive" else "#0072B2" for name, _ in rows]
-    bars = axes.barh([name for name, _ in rows], [seconds for _, seconds in rows], color=colours)
-    axes.bar_label(bars, labels=[f" {time_text(seconds)} ({seconds / report.wall_s:.2%})" for _, seconds in rows])
-    axes.set_xlim(0, max((seconds for _, seconds in rows), default=1.0) * 1.25)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    axes.set_title(f"{headline(report)}\nof {time_text(report.wall_s)}")
-    write_figure(path, figure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -48,10 +47,3 @@ def write_whole(path: Path, data: str | bytes) -> None:
     finally:
         with suppress(OSError):  # it is not there, or never could be
             beside.unlink()
-
-
-def write_figure(path: Path, figure: Any) -> None:
-    """A figure of matplotlib's as a PNG."""
-    made = io.BytesIO()
-    figure.savefig(made, dpi=120, format="png")
-    write_whole(path, made.getvalue())

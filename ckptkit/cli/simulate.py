@@ -1,4 +1,4 @@
-"""`ckptkit simulate`: flags to a cluster and failures, policies side by side, a table, JSON or a plot."""
+"""`ckptkit simulate`: flags to a cluster and failures, policies side by side, a table or JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.outputs import OutputFile, needed, write_figure
 from ckptkit.cli.prices import PRICE
 from ckptkit.cli.progress import counting_bar
 from ckptkit.cli.text import print_json, print_line, print_table, size_text
@@ -147,19 +146,12 @@ class _Job:
     is_flag=True,
     help="One JSON document on stdout (docs/GOODPUT.md has its shape) [default: tables].",
 )
-@click.option(
-    "--plot",
-    type=OutputFile(),
-    help="A PNG of the shares (needs matplotlib) [default: none].",
-)
 def simulate(**flags: Any) -> int:
     """Estimate a job's goodput under policies for the save interval, over many simulated runs.
 
     Failures stop the whole job; it restarts, and restores from the fastest tier that survived. Every policy gets the
     same failures. `oracle` is the best fixed choice in hindsight; intervals are seconds of work, one per tier.
     """
-    if flags["plot"]:
-        needed("matplotlib", "plot")
     try:
         job = _job(flags)
         begin = sim.levels(job.cluster, job.mtbf_s)
@@ -175,8 +167,6 @@ def simulate(**flags: Any) -> int:
         projected = [_projected(flags, hosts) for hosts in _project_hosts(flags)]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    if flags["plot"]:
-        _plot(flags["plot"], results)
     if flags["as_json"]:
         found: dict[str, Any] = {**job.described, "policies": _with_costs(flags["price"], job, results)}
         print_json({**found, "projection": projected} if flags["project"] else found)
@@ -396,25 +386,3 @@ def _interval(seconds: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _plot(path: Path, results: Sequence[sim.Result]) -> None:
-    """Bars of what the time went to, one per policy, in colours that a colour-blind person tells apart."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1.2 + 0.45 * len(results)), layout="constrained")
-    axes = figure.add_subplot()
-    names = [each.policy for each in results]
-    left = [0.0] * len(results)
-    # Okabe and Ito's palette, with hatches for print.
-    for label, colour, hatch in (("stall", "#E69F00", "//"), ("lost", "#D55E00", ".."), ("down", "#56B4E9", "")):
-        shares = [100 * getattr(each, label) for each in results]
-        axes.barh(names, shares, left=left, color=colour, hatch=hatch, label=label, edgecolor="white")
-        left = [a + b for a, b in zip(left, shares, strict=True)]
-    for row, each in enumerate(results):
-        axes.text(left[row], row, f"  goodput {100 * each.goodput:.2f} %", va="center")
-    axes.set_xlim(0, max(left) * 1.35)
-    axes.invert_yaxis()
-    axes.set_xlabel("share of the wall clock that is not new work (%)")
-    figure.legend(loc="outside upper center", ncols=3)
-    write_figure(path, figure)

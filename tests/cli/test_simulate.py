@@ -69,15 +69,6 @@ def test_costs_are_what_is_no_new_work(capsys: pytest.CaptureFixture[str]) -> No
     assert re.search(r"^oracle +\d+\.\d\d % +[\d,]+\.\d\d +0\.00$", out, re.M)
 
 
-def test_plot_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """--plot must write a PNG with something on it."""
-    path = tmp_path / "shares.png"
-    assert main([*QUICK, "--fixed", "60,60,600", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 5000
-    assert "fixed 60,60,600" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
