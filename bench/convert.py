@@ -21,7 +21,7 @@ from rich.table import Table
 from bench.bars import CONVERT_OF_COPY, CONVERT_PEAK_BYTES
 from bench.convert_worker import make_source, remove
 from bench.environment import environment, store_result
-from ckptkit.cli.options import SizeType
+from ckptkit.cli.options import SIZE
 from ckptkit.cli.text import size_text
 
 _ROOT = Path(__file__).parent.parent
@@ -43,8 +43,8 @@ _KEPT = frozenset({"orbax", "striped"})
 
 
 @click.command()
-@click.option("--size", type=SizeType(), default=1 << 30, show_default="1 GiB", help="Of the checkpoint.")
-@click.option("--memory", type=SizeType(), default=512 << 20, show_default="512 MiB", help="The budget.")
+@click.option("--size", type=SIZE, default=1 << 30, show_default="1 GiB", help="Of the checkpoint.")
+@click.option("--memory", type=SIZE, default=512 << 20, show_default="512 MiB", help="The budget.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--obvious-repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Of the obvious way.")
 @click.option("--job", "asked", multiple=True, help="Only what has this in its name, and what it needs; repeatable.")

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import jax
 
-from ckptkit.cli.convert import SHARD_SIZE, TO, CastType, show_plan
+from ckptkit.cli.convert import CASTS, SHARD_SIZE, TO, show_plan
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import DEPTH, DRY_RUN, JSON, MAP, MEMORY, TIMEOUT, TOP
@@ -33,9 +33,7 @@ from ckptkit.formats.tensors import Checkpoint
 
 _WRITING = [
     TO,
-    click.option(
-        "--dtype", "casts", type=CastType(), multiple=True, metavar="PATTERN=DTYPE", help="Cast floats; repeatable."
-    ),
+    CASTS,
     SHARD_SIZE,
     DRY_RUN,
     TOP,

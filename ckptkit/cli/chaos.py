@@ -18,6 +18,7 @@ import click
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON
+from ckptkit.cli.parsed import named_number
 from ckptkit.cli.text import count_text, print_json, print_line, print_table
 from ckptkit.cli.worker_options import COLD, COMMAND, COMMAND_SETTINGS, DEVICES, EVENTS, HANG, PROCESSES
 from ckptkit.events import EventLog
@@ -45,21 +46,6 @@ _FORMAT = "ckptkit.chaos/1"
 _RUNS = ("disturbed", "undisturbed")
 
 
-class _Weighted(click.ParamType):
-    """`PATH:0.5` or `kill:2` on the command line."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
-        """The name and its number, or click's message."""
-        name, colon, number = str(value).rpartition(":")
-        try:
-            return (name, float(number)) if colon and name else self.fail(f"{value!r}: write {self.name}", param, ctx)
-        except ValueError:
-            self.fail(f"{number!r} is not a number", param, ctx)
-
-
 @click.command(context_settings=COMMAND_SETTINGS)
 @COMMAND
 @click.option("--attach", metavar="STATUS", help="Hit the job of `ckptkit run --status STATUS`, and start none.")
@@ -81,7 +67,7 @@ class _Weighted(click.ParamType):
 @click.option(
     "--kind",
     "kinds",
-    type=_Weighted("KIND:WEIGHT"),
+    type=named_number("KIND:WEIGHT"),
     multiple=True,
     help="kill, host (all its processes), freeze, preempt, fill or outage, with its weight [default: kill:1].",
 )
@@ -103,14 +89,14 @@ class _Weighted(click.ParamType):
 @click.option(
     "--wipe",
     "wipes",
-    type=_Weighted("DIR:CHANCE"),
+    type=named_number("DIR:CHANCE"),
     multiple=True,
     help="Empty this directory at a fault, with this chance; {process} and {host} are the victim's. Repeatable.",
 )
 @click.option(
     "--flip",
     "flips",
-    type=_Weighted("DIR:CHANCE"),
+    type=named_number("DIR:CHANCE"),
     multiple=True,
     help="Flip one bit of one file below it at a fault, with this chance. Repeatable.",
 )

@@ -12,7 +12,8 @@ import jax
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
-from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT, SizeType
+from ckptkit.cli.options import JSON, MAP, MEMORY, SIZE, TIMEOUT
+from ckptkit.cli.parsed import Parsed
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.sources import leased_sources
 from ckptkit.cli.text import count_text, group_of, print_json, print_line, print_top, shape_text, size_text
@@ -28,7 +29,7 @@ TO = click.option("--to", type=click.Choice(get_args(TargetFormat)), required=Tr
 SHARD_SIZE = click.option(
     "--shard-size",
     "shard_bytes",
-    type=SizeType(),
+    type=SIZE,
     default=SHARD_BYTES,
     show_default="5 GiB",
     metavar="SIZE",
@@ -36,30 +37,22 @@ SHARD_SIZE = click.option(
 )
 
 
-class CastType(click.ParamType):
-    """`PATTERN=DTYPE` on the command line."""
-
-    name = "cast"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """Pattern and dtype, or click's message."""
-        pattern, equals, dtype = str(value).rpartition("=")
-        if not equals or not pattern or not dtype:
-            self.fail(f"{value!r} is not PATTERN=DTYPE, such as '**=bfloat16'", param, ctx)
-        return pattern, dtype
+def _cast(text: str) -> tuple[str, str]:
+    """Pattern and dtype, from `PATTERN=DTYPE`."""
+    pattern, equals, dtype = text.rpartition("=")
+    if not equals or not pattern or not dtype:
+        raise ValueError(f"{text!r} is not PATTERN=DTYPE, such as '**=bfloat16'")
+    return pattern, dtype
 
 
-class QuantizeType(click.ParamType):
-    """`[PATTERN=]int8`, `fp8:128x128` or `none` on the command line."""
-
-    name = "quantize"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Quantization:
-        """The quantisation, or click's message."""
-        try:
-            return value if isinstance(value, Quantization) else Quantization.of_words(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+CASTS = click.option(
+    "--dtype",
+    "casts",
+    type=Parsed("cast", _cast),
+    multiple=True,
+    metavar="PATTERN=DTYPE",
+    help="Cast floats; repeatable.",
+)
 
 
 @click.command()
@@ -67,12 +60,10 @@ class QuantizeType(click.ParamType):
 @click.argument("target", metavar="DST")
 @TO
 @MAP
-@click.option(
-    "--dtype", "casts", type=CastType(), multiple=True, metavar="PATTERN=DTYPE", help="Cast floats; repeatable."
-)
+@CASTS
 @click.option(
     "--quantize",
-    type=QuantizeType(),
+    type=Parsed("quantize", Quantization.of_words),
     metavar="[PATTERN=]TO",
     help="Weights as int8 or fp8, with a scale for each output channel (fp8:128x128: each block); none undoes it.",
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli.exits import exit_with
-from ckptkit.cli.options import HOST_ID, JSON, TIERS, TIMEOUT, KeepType, fast_tiers
+from ckptkit.cli.options import HOST_ID, JSON, KEEP, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
 from ckptkit.upkeep import Usage
 from ckptkit.upkeep import usage as usage_of
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("root")
 @TIERS
 @HOST_ID
-@click.option("--keep", type=KeepType(), multiple=True, metavar="RULE", help="Show what `prune` would free.")
+@click.option("--keep", type=KEEP, multiple=True, metavar="RULE", help="Show what `prune` would free.")
 @click.option("--deep", is_flag=True, help="Look for files of OCDBT databases that nothing refers to.")
 @JSON
 @TIMEOUT

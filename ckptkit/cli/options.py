@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from ckptkit.cli.parsed import Parsed
 from ckptkit.cli.text import size_text
 from ckptkit.formats.tensors import MEMORY_BYTES
 from ckptkit.model import paths
@@ -22,37 +23,27 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?B)?", re.IGNORECASE)
 
 
-class SizeType(click.ParamType):
-    """`512MB` on the command line: binary units, as everywhere in ckptkit."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes, or click's message."""
-        if isinstance(value, int):
-            return value
-        match = _SIZE.fullmatch(value.strip())
-        if match is None or float(match[1]) == 0:
-            self.fail(f"{value!r} is not a size; write 512MB, 4GiB or a number of bytes", param, ctx)
-        return max(1, int(float(match[1]) * (1 << _UNITS[match[2].upper()])))
+def _size_bytes(text: str) -> int:
+    """Bytes, from `512MB`: binary units, as everywhere in ckptkit."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a size; write 512MB, 4GiB or a number of bytes")
+    return max(1, int(float(match[1]) * (1 << _UNITS[match[2].upper()])))
 
 
-class KeepType(click.ParamType):
-    """`newest=5`, `bytes=2TiB`, `every=1000`: the policies of the library on the command line."""
-
-    name = "rule"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Keep:
-        """The policy, or click's message."""
-        word, _, amount = str(value).partition("=")
-        if word == "bytes":
-            return KeepBytes(SizeType().convert(amount, param, ctx))
-        try:
-            return {"newest": KeepNewest, "every": EverySteps}[word](int(amount))
-        except (KeyError, ValueError):
-            self.fail(f"{value!r} is not a rule; write newest=5, bytes=2TiB or every=1000", param, ctx)
+def _keep(text: str) -> Keep:
+    """The library's policy, from `newest=5`, `bytes=2TiB` or `every=1000`."""
+    word, _, amount = text.partition("=")
+    if word == "bytes":
+        return KeepBytes(_size_bytes(amount))
+    try:
+        return {"newest": KeepNewest, "every": EverySteps}[word](int(amount))
+    except (KeyError, ValueError):
+        raise ValueError(f"{text!r} is not a rule; write newest=5, bytes=2TiB or every=1000") from None
 
 
+SIZE = Parsed("size", _size_bytes)
+KEEP = Parsed("rule", _keep)
 TIMEOUT = click.option(
     "--timeout",
     "timeout_s",
@@ -66,7 +57,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document o
 MEMORY = click.option(
     "--memory",
     "memory_bytes",
-    type=SizeType(),
+    type=SIZE,
     default=MEMORY_BYTES,
     show_default=size_text(MEMORY_BYTES),
     metavar="SIZE",

@@ -7,28 +7,19 @@ from typing import Any
 
 import click
 
+from ckptkit.cli.parsed import Parsed
 from ckptkit.events import Event
 from ckptkit.goodput.prices import JobPrice, Price
 
 
-class _PriceType(click.ParamType):
+def _price(unit: str) -> Parsed:
     """`2.5/h` on the command line."""
-
-    def __init__(self, unit: str):
-        self.name = f"2.5{unit}"
-        self._unit = unit
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Price:
-        """The price, or click's message."""
-        try:
-            return value if isinstance(value, Price) else Price.parse(str(value), self._unit)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+    return Parsed(f"2.5{unit}", lambda text: Price.parse(text, unit))
 
 
-PRICE = click.option("--price", type=_PriceType("/h"), help="Price of one host for an hour: also show costs.")
+PRICE = click.option("--price", type=_price("/h"), help="Price of one host for an hour: also show costs.")
 STORAGE_PRICE = click.option(
-    "--storage-price", type=_PriceType("/GB-month"), help="Price of 10^9 stored bytes for a month: also show costs."
+    "--storage-price", type=_price("/GB-month"), help="Price of 10^9 stored bytes for a month: also show costs."
 )
 
 

@@ -9,7 +9,8 @@ import jax
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
-from ckptkit.cli.options import JSON, MEMORY, TIMEOUT, SizeType
+from ckptkit.cli.options import JSON, MEMORY, SIZE, TIMEOUT
+from ckptkit.cli.parsed import Parsed
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.sources import leased_sources
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, shape_text, size_text
@@ -30,26 +31,13 @@ from ckptkit.model.boxes import CELL_BYTES
 _PROCESSES_S = 3600.0  # the longest wait for another process, which writes its part first
 
 
-class MeshType(click.ParamType):
-    """`data=2,model=4` on the command line."""
-
-    name = "mesh"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Mesh:
-        """The mesh, or click's message."""
-        try:
-            return value if isinstance(value, Mesh) else Mesh.parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 @click.command()
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option(
     "--mesh",
     "meshes",
-    type=MeshType(),
+    type=Parsed("mesh", Mesh.parse),
     multiple=True,
     required=True,
     metavar="AXIS=N,...",
@@ -59,7 +47,7 @@ class MeshType(click.ParamType):
 @click.option("--like", metavar="CHECKPOINT", help="Split the leaves over the axes as they are in this checkpoint.")
 @click.option(
     "--chunk-bytes",
-    type=SizeType(),
+    type=SIZE,
     default=CELL_BYTES,
     show_default=size_text(CELL_BYTES),
     metavar="SIZE",

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.exits import Exit
+from ckptkit.cli.parsed import named_number
 from ckptkit.cli.prices import PRICE
 from ckptkit.cli.progress import counting_bar
 from ckptkit.cli.text import print_json, print_line, print_table, size_text
@@ -30,20 +31,6 @@ _DEFAULT = sim.Preset(
     source="No preset: 6,000 h between failures of a host, about what Llama 3's training saw.",
 )
 _POLICIES = ("learned", "levels", "daly", "young", "continuous")
-
-
-class PerTier(click.ParamType):
-    """`durable=25` on the command line."""
-
-    name = "tier=seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
-        """The tier and its seconds, or click's message."""
-        tier, equals, seconds = str(value).partition("=")
-        try:
-            return tier, float(seconds) if equals else self.fail(f"{value!r}: write TIER=SECONDS", param, ctx)
-        except ValueError:
-            self.fail(f"{seconds!r} is not a number of seconds", param, ctx)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +75,14 @@ class _Job:
 @click.option(
     "--stall",
     "stalls",
-    type=PerTier(),
+    type=named_number("TIER=SECONDS"),
     multiple=True,
     help="TIER=SECONDS a save takes from the loop [default: 10 ms; ram and durable also a tenth of the copy].",
 )
 @click.option(
     "--persist",
     "persists",
-    type=PerTier(),
+    type=named_number("TIER=SECONDS"),
     multiple=True,
     help="TIER=SECONDS until a save is committed [default: a host's share of the state at 8 (ram), 2 (ssd), 5 (peer) "
     "or 0.5 GB/s (durable, 200 for all hosts)].",
@@ -103,7 +90,7 @@ class _Job:
 @click.option(
     "--restore",
     "restores",
-    type=PerTier(),
+    type=named_number("TIER=SECONDS"),
     multiple=True,
     help="TIER=SECONDS to read the state back [default: the same, and 2 s].",
 )

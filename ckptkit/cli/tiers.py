@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import click
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import HOST_ID, JSON, fast_tiers
+from ckptkit.cli.parsed import Parsed
 from ckptkit.cli.text import age_text, count_text, print_json, print_line, print_table, size_text
 from ckptkit.inspection.records import FORMAT
 from ckptkit.upkeep import ArenaEntry, clean_arenas, list_arenas, require_tiers
@@ -19,17 +19,12 @@ _AGE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)(s|min|h|d)")
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-class AgeType(click.ParamType):
-    """`7d` on the command line."""
-
-    name = "age"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds, or click's message."""
-        match = _AGE.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is not a length of time; write 90s, 30min, 12h or 7d", param, ctx)
-        return float(match[1]) * _UNITS_S[match[2]]
+def _age_s(text: str) -> float:
+    """Seconds, from `7d` on the command line."""
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a length of time; write 90s, 30min, 12h or 7d")
+    return float(match[1]) * _UNITS_S[match[2]]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -65,7 +60,9 @@ def list_command(paths: tuple[str, ...], root: str | None, as_json: bool) -> int
 @click.argument("paths", metavar="TIER...", nargs=-1, required=True)
 @click.option("--job", metavar="NAME", help="The job with this directory name, as `tiers list` shows it.")
 @click.option("--root", metavar="ROOT", help="The jobs that save to this durable root.")
-@click.option("--idle", "idle_s", type=AgeType(), metavar="AGE", help="Jobs without a save for this time (7d).")
+@click.option(
+    "--idle", "idle_s", type=Parsed("age", _age_s), metavar="AGE", help="Jobs without a save for this time (7d)."
+)
 @HOST_ID
 @click.option("--dry-run", is_flag=True, help="Show what would be freed, and change nothing.")
 @JSON

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT, SizeType
+from ckptkit.cli.options import DRY_RUN, JSON, SIZE, TIMEOUT
 from ckptkit.cli.outputs import OutputFile, write_whole
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
 from ckptkit.diagnosis.tuner import Proposal, TunePlan, explain_checkpoint, measure, plan_tune
@@ -33,7 +33,7 @@ _PROFILE = click.option(
 @click.option(
     "--probe",
     "probe_bytes",
-    type=SizeType(),
+    type=SIZE,
     default=PROBE_BYTES,
     show_default=size_text(PROBE_BYTES),
     metavar="SIZE",

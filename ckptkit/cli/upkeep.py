@@ -7,7 +7,7 @@ import sys
 import click
 
 from ckptkit.cli.exits import Exit, exit_with
-from ckptkit.cli.options import DRY_RUN, HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, KeepType, fast_tiers
+from ckptkit.cli.options import DRY_RUN, HOST_ID, JSON, KEEP, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.show_verification import progress_line
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
 from ckptkit.model.tiers import DURABLE
@@ -24,7 +24,7 @@ UNREAD = click.option("--unread", is_flag=True, help="Trust a step's records, an
 @click.argument("root")
 @click.option(
     "--keep",
-    type=KeepType(),
+    type=KEEP,
     multiple=True,
     required=True,
     metavar="RULE",

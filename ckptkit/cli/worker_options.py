@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
+from ckptkit.cli.parsed import Parsed
 from ckptkit.launch.policy import HangPolicy
 
 
-class HangLimit(click.ParamType):
-    """`auto`, `off`, or seconds."""
-
-    name = "seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> HangPolicy | None:
-        """The policy; None where hangs are not looked for."""
-        if isinstance(value, HangPolicy):
-            return value
-        if value == "auto":
-            return HangPolicy()
-        try:
-            return None if value == "off" else HangPolicy(limit_s=float(value))
-        except ValueError:
-            self.fail(f"{value!r} is not a time; write auto, off, or seconds", param, ctx)
+def _hang_policy(text: str) -> HangPolicy | None:
+    """From `auto`, `off` or seconds; None where hangs are not looked for."""
+    if text in ("auto", "off"):
+        return HangPolicy() if text == "auto" else None
+    try:
+        return HangPolicy(limit_s=float(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a time; write auto, off, or seconds") from None
 
 
 COMMAND = click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
@@ -38,7 +30,7 @@ COLD = click.option("--cold", is_flag=True, help="No template: every worker star
 HANG = click.option(
     "--hang-timeout",
     "hang",
-    type=HangLimit(),
+    type=Parsed("seconds", _hang_policy),
     default="auto",
     show_default="auto: 10 times the longest pause between steps, at least 1800",
     metavar="SECONDS|auto|off",

@@ -78,7 +78,7 @@ def test_costs_are_what_is_no_new_work(capsys: pytest.CaptureFixture[str]) -> No
         (["--tiers", "durable,ram"], "the last tier must survive every failure"),
         (["--stall", "ssd=1"], "ssd is not one of --tiers"),
         (["--stall", "ram"], "write TIER=SECONDS"),
-        (["--stall", "ram=x"], "not a number of seconds"),
+        (["--stall", "ram=x"], "'x' is not a number; write TIER=SECONDS"),
         (["--stall", "ram=-1"], "give 0 or more seconds"),
         (["--fixed", "60"], "give 3 of more than 0 s"),
         (["--fixed", "60,x,60"], "write seconds, separated by commas"),
