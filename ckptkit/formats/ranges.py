@@ -132,10 +132,6 @@ class RangeFile(io.RawIOBase):
         """It is."""
         return True
 
-    def ask_process_0(self) -> int:
-        """Where the next read begins."""
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """See `io.IOBase.seek`."""
         at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._ranges.size}[whence]

@@ -94,25 +94,33 @@ def tier_shares(
     tier: str, url: str, host_id: str, notes: list[str]
 ) -> tuple[list[Share], list[CorruptCheckpointError]]:
     """The saves that this host's processes hold for jobs with root `url`, whatever the names of those jobs."""
+    shares: list[Share] = []
+    damaged: list[CorruptCheckpointError] = []
+    for directory in slots_of_root(tier, url, host_id, notes):
+        found, bad = read_shares(directory)
+        shares += found
+        damaged += bad
+    return shares, damaged
+
+
+def slots_of_root(tier: str, url: str, host_id: str, notes: list[str]) -> list[Path]:
+    """The slot directories of a host in a tier for jobs with root `url`; a note where there are none.
+
+    Raises `StoreError` for directories that may not be read.
+    """
     ending = paths.job_name(url).removeprefix("job")
     try:
         jobs = [name for name in sorted(os.listdir(tier)) if name.endswith(ending)]
         directories = [path for job in jobs for path in slot_directories(Path(tier) / job / host_id)]
     except (FileNotFoundError, NotADirectoryError):
         notes.append(no_tier(tier))
-        return [], []
+        return []
     except OSError as error:
         raise StoreError(f"{error.filename}: {error.strerror}; look at its permissions", path=tier) from error
     if not directories:
         hosts = sorted({each.name for job in jobs for each in Path(tier, job).iterdir() if each.is_dir()})
         notes.append(no_slots(tier, host_id, hosts))
-    shares: list[Share] = []
-    damaged: list[CorruptCheckpointError] = []
-    for directory in directories:
-        found, bad = read_shares(directory)
-        shares += found
-        damaged += bad
-    return shares, damaged
+    return directories
 
 
 def no_tier(tier: str) -> str:

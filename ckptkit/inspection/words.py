@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=4096)  # many leaves, few shardings
-@lru_cache(maxsize=256)
 def sharding_words(text: str) -> str:
     """The short form of Orbax's JSON of a sharding; raises ValueError if it is not a sharding."""
     record = json.loads(text)

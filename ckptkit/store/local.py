@@ -262,8 +262,8 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def sync_tree(path: str | os.PathLike[str], synced: set[tuple[int, ...]] | None = None) -> None:
-    """Makes a file, or all files below a directory, durable. Files that are removed meanwhile (TensorStore's lock
-    files) are skipped. Cost: a call for each file.
+    """Makes a file, or all files below a directory, durable. Links are skipped, and files that are removed meanwhile
+    (TensorStore's lock files). Cost: a call for each file.
 
     `synced` is for long work with several calls: it keeps the files that a call has synced. A file with the same size
     and times is not synced again (each sync costs a flush of the disk). Its pages are released, because large work
@@ -272,8 +272,11 @@ def sync_tree(path: str | os.PathLike[str], synced: set[tuple[int, ...]] | None 
     found = [(os.fspath(path), [], [os.fspath(path)])] if os.path.isfile(path) else os.walk(path)
     for directory, _, names in found:
         for name in names:
+            file = os.path.join(directory, name)
+            if os.path.islink(file):
+                continue
             try:
-                fd = os.open(os.path.join(directory, name), os.O_RDONLY)
+                fd = os.open(file, os.O_RDONLY)
             except FileNotFoundError:
                 continue
             try:

@@ -68,7 +68,10 @@ def _other(name: str, medium: Medium, source: str) -> FileSystem:
 FILE_SYSTEMS: Final = {
     each.name: each
     for each in (
-        *(_posix(name, "disk") for name in ("ext2", "ext3", "ext4", "xfs", "f2fs", "zfs", "bcachefs", "reiserfs", "jfs")),
+        *(
+            _posix(name, "disk")
+            for name in ("ext2", "ext3", "ext4", "xfs", "f2fs", "zfs", "bcachefs", "reiserfs", "jfs")
+        ),
         _posix("btrfs", "disk", "https://btrfs.readthedocs.io/en/latest/"),
         # A directory of a lower layer is not renamed (EXDEV): ours are made in the upper one.
         _posix("overlay", "disk", f"{_KERNEL}/overlayfs.html#renaming-directories"),

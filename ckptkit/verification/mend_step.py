@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptkit.inspection.places import Place
 from ckptkit.model import paths
-from ckptkit.store.local import sync_directory
+from ckptkit.store.local import sync_directory, sync_tree
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, exchange, move_aside
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.pool import Limits
@@ -134,10 +134,7 @@ def _write_step(source: Path, copy: Path, place: Place, sources: Sources) -> Non
     for key, data in small_files(place, sidecars).items():
         (_made((copy / key).parent) / (copy / key).name).write_bytes(data)
     mend_large_files(copy, sidecars, sources)
-    for directory, _, files in os.walk(copy):
-        for file in files:
-            _sync_file(Path(directory) / file)
-        sync_directory(directory)
+    sync_tree(copy)
 
 
 def _proof(copy: Path, step: int, limits: Limits, timeout_s: float) -> StepProof | None:
@@ -148,13 +145,3 @@ def _proof(copy: Path, step: int, limits: Limits, timeout_s: float) -> StepProof
 def _made(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     return directory
-
-
-def _sync_file(path: Path) -> None:
-    if path.is_symlink():
-        return
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -18,11 +18,10 @@ from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
 from ckptkit.inspection.shares import read_shares
-from ckptkit.inspection.steps import no_slots, no_tier
+from ckptkit.inspection.steps import slots_of_root
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.slots.latest_pointer import LostManifestError
-from ckptkit.slots.reader import slot_directories
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.verification.durable import identity_of, items_of, prove_step
@@ -133,7 +132,8 @@ class _Scrubber:
     def run(self, step_prefix: str | None) -> Scrub:
         """Looks at every copy, then treats what is damaged."""
         ancestry, problems = self._ancestry()
-        directories = self._directories()
+        url, tiers = self._place.url, self._tiers
+        directories = [path for tier in tiers for path in slots_of_root(tier, url, self._host_id, self._notes)]
         if not directories and not self._place.names() and not os.path.isdir(self._place.url):
             raise nothing_at(self._place.url, "there is no such root, and no tier that was given has slots of it")
         for directory in directories:
@@ -177,20 +177,6 @@ class _Scrubber:
                 EpochRecords(open_store(self._place.url)).mend()
                 return read_ancestry(self._place.again())
         return ancestry, problems
-
-    def _directories(self) -> list[Path]:
-        ending = paths.job_name(self._place.url).removeprefix("job")
-        found: list[Path] = []
-        for tier in self._tiers:
-            try:
-                jobs = sorted(name for name in os.listdir(tier) if name.endswith(ending))
-            except (FileNotFoundError, NotADirectoryError):
-                self._notes.append(no_tier(tier))
-                continue
-            of_tier = [path for job in jobs for path in slot_directories(Path(tier) / job / self._host_id)]
-            self._notes += [] if of_tier else [no_slots(tier, self._host_id)]
-            found += of_tier
-        return found
 
     def _look_into(self, directory: Path) -> None:
         shares, errors = read_shares(directory)
