@@ -16,7 +16,7 @@ from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write
 from ckptkit.conversion.journal import Journal, fingerprint
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
 from ckptkit.conversion.orbax_step import require_tree, write_step
-from ckptkit.conversion.passes import BytesProgress
+from ckptkit.conversion.passes import BytesProgress, counted
 from ckptkit.conversion.quantizing import (
     Quantization,
     QuantizedWeights,
@@ -192,14 +192,7 @@ def _write_files(
 ) -> None:
     journal = target.journal
     finished = {name for entry in journal.entries() for name in entry}
-    written = 0
-
-    def count(done: int) -> None:
-        nonlocal written
-        written += done
-        if progress is not None:
-            progress(written, plan.written_bytes)
-
+    count = counted(plan.written_bytes, progress)
     uploads = not target.properties.file_system
     for file in plan.files:
         named = [member for member in file.members if member.tensor is not None]

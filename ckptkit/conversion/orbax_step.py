@@ -3,7 +3,6 @@ own files are made by the durable tier's writer, and a sidecar holds the digests
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax
 from ckptkit.conversion.destination import Destination
 from ckptkit.conversion.item_writer import ItemWriter, Work, side_files
 from ckptkit.conversion.mapping import Tensors
-from ckptkit.conversion.passes import block_shape, blocks_of, pieces_of
+from ckptkit.conversion.passes import BytesProgress, block_shape, blocks_of, counted, pieces_of
 from ckptkit.durable.cells.writer import can_hold
 from ckptkit.durable.orbax.files import tree_text
 from ckptkit.durable.orbax.host_shards import HostShards
@@ -30,7 +29,7 @@ def write_step(
     target: Destination,
     *,
     memory_bytes: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: BytesProgress | None = None,
 ) -> None:
     """An item directory that stock Orbax restores as a tree of the names, split at dots, and that `verify` proves.
 
@@ -43,14 +42,7 @@ def write_step(
     works = [
         work for name, record in records.items() for work in works_of(tensors[name], record, memory_bytes=memory_bytes)
     ]
-    total, written = sum(tensor.nbytes for tensor in tensors.values()), 0
-
-    def count(done: int) -> None:
-        nonlocal written
-        written += done
-        if progress is not None:
-            progress(written, total)
-
+    count = counted(sum(tensor.nbytes for tensor in tensors.values()), progress)
     writer = ItemWriter(target, "", item, list(target.journal.entries()), memory_bytes, describes=True)
     writer.write(records.values(), works, count)
     proven = [writer.written(record, ()) for record in records.values()]

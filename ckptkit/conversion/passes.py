@@ -20,6 +20,19 @@ Data = TypeVar("Data")
 BytesProgress = Callable[[int, int], None]  # bytes that this process has written, of how many
 
 
+def counted(total: int, progress: BytesProgress | None) -> Callable[[int], None]:
+    """A function of the bytes that were written just now: `progress` gets their sum."""
+    written = 0
+
+    def count(done: int) -> None:
+        nonlocal written
+        written += done
+        if progress is not None:
+            progress(written, total)
+
+    return count
+
+
 def read_ahead(read: Callable[[_Job], Data], jobs: Iterable[_Job], ahead: int = 1) -> Iterator[tuple[_Job, Data]]:
     """Each job with what `read` gives for it, in order; up to `ahead` more are read while one is with the caller."""
     reader = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-read")

@@ -12,6 +12,7 @@ import numpy as np
 
 from ckptkit.inspection.sharing import SharedFile
 from ckptkit.model.manifest import SaveId
+from ckptkit.util.plain import plain_fields
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
 
@@ -69,14 +70,7 @@ class Item:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "layout": self.layout,
-            "stored_bytes": self.stored_bytes,
-            "value": self.value,
-            "leaves": [leaf.to_json() for leaf in self.leaves],
-        }
+        return plain_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,21 +116,12 @@ class Inspection:
 
     def to_json(self, *, depth: int = 1) -> dict[str, Any]:
         """As `--json` prints it; groups are the first `depth` parts of the leaves' paths."""
-        return {
-            "format": FORMAT,
-            "path": self.path,
-            "kind": self.kind,
-            "step": self.step,
-            "origin": asdict(self.origin),
-            "items": [item.to_json() for item in self.items],
-            "totals": totals(self.items, depth=depth),
-            "shared": [
-                {"path": path, "bytes": file.size_bytes, "steps": file.steps, "elsewhere": file.elsewhere}
-                for path, file in sorted(self.shared.items())
-            ],
-            "notes": self.notes,
-            "problems": self.problems,
-        }
+        shared = [
+            {"path": path, "bytes": file.size_bytes, "steps": file.steps, "elsewhere": file.elsewhere}
+            for path, file in sorted(self.shared.items())
+        ]
+        found = plain_fields(self, without=("shared",))
+        return {"format": FORMAT, **found, "totals": totals(self.items, depth=depth), "shared": shared}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,14 +208,7 @@ class Listing:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "format": FORMAT,
-            "root": self.root,
-            "host_id": self.host_id,
-            "steps": [entry.to_json() for entry in self.steps],
-            "notes": self.notes,
-            "problems": self.problems,
-        }
+        return {"format": FORMAT, **plain_fields(self)}
 
 
 def totals(items: Iterable[Item], *, depth: int = 1) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.adoption import AdoptedAs, Adoption, plan_adoption
@@ -18,6 +18,7 @@ from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import STEP_METADATA
 from ckptkit.store.roots import root_url
+from ckptkit.util.plain import plain_fields
 
 CopyAction = Literal["copy", "skip", "leave"]
 
@@ -48,16 +49,8 @@ class CopyStep:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "step": self.step,
-            "source": self.source,
-            "target": self.target,
-            "save_id": None if self.save_id is None else asdict(self.save_id),
-            "bytes": self.stored_bytes,
-            "objects": len(self.sizes),
-            "act": self.act,
-            "reason": self.reason,
-        }
+        counts = {"bytes": self.stored_bytes, "objects": len(self.sizes)}
+        return {**plain_fields(self, without=("sizes", "stamp")), **counts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +74,9 @@ class CopyPlan:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "format": FORMAT,
-            "source": self.source,
-            "target": self.target,
-            "done": self.done,
-            "adopted_as": None if self.adoption is None else asdict(self.adoption.save_id),
-            "bytes": self.copied_bytes,
-            "steps": [each.to_json() for each in self.steps],
-            "notes": self.notes,
-            "problems": self.problems,
-        }
+        adopted_as = None if self.adoption is None else plain_fields(self.adoption.save_id)
+        found = plain_fields(self, without=("ancestry", "adoption"))
+        return {"format": FORMAT, **found, "adopted_as": adopted_as, "bytes": self.copied_bytes}
 
 
 def plan_copy(

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.classify import StepClass
@@ -30,6 +30,7 @@ from ckptkit.store.backends import properties_of
 from ckptkit.store.local import sync_directory
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
+from ckptkit.util.plain import plain_fields
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.records import VerifyProgress
@@ -73,16 +74,8 @@ class PruneStep:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "step": self.step,
-            "path": self.path,
-            "state": self.state,
-            "class": str(self.kind),
-            "save_id": None if self.save_id is None else asdict(self.save_id),
-            "bytes": self.stored_bytes,
-            "act": self.act,
-            "reasons": self.reasons,
-        }
+        found = plain_fields(self, without=("kind", "size"))
+        return {**found, "class": str(self.kind), "bytes": self.stored_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,17 +108,9 @@ class PrunePlan:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "format": FORMAT,
-            "root": self.root,
-            "keep": [keep_text(rule) for rule in self.keep],
-            "done": self.done,
-            "freed_bytes": self.freed_bytes,
-            "proven_step": self.proven,
-            "steps": [each.to_json() for each in self.steps],
-            "problems": self.problems,
-            "notes": self.notes,
-        }
+        found = plain_fields(self, without=("keep", "proven", "ancestry"))
+        sums = {"freed_bytes": self.freed_bytes, "proven_step": self.proven}
+        return {"format": FORMAT, **found, "keep": [keep_text(rule) for rule in self.keep], **sums}
 
 
 def plan_prune(

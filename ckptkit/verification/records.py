@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptkit.inspection.sharing import steps_words
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import SaveId
+from ckptkit.util.plain import plain_fields
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
 
@@ -43,16 +44,7 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
         box = None if self.box is None else [list(self.box.start), list(self.box.stop)]
-        return {
-            "path": self.path,
-            "problem": self.problem,
-            "item": self.item,
-            "leaf": self.leaf,
-            "box": box,
-            "expected": self.expected,
-            "found": self.found,
-            "shared_with": self.shared_with,
-        }
+        return {**plain_fields(self), "box": box}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +68,8 @@ class StepProof:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "step": self.step,
-            "state": self.state,
-            "kind": self.kind,
-            "path": self.path,
-            "save_id": None if self.save_id is None else asdict(self.save_id),
-            "cells": self.checked[0],
-            "bytes": self.checked[1],
-            "reason": self.reason,
-            "findings": [finding.to_json() for finding in self.findings],
-        }
+        cells, checked_bytes = self.checked
+        return {**plain_fields(self, without=("checked",)), "cells": cells, "bytes": checked_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +90,7 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "format": FORMAT,
-            "path": self.path,
-            "item": self.item,
-            "steps": [step.to_json() for step in self.steps],
-            "notes": self.notes,
-            "problems": self.problems,
-        }
+        return {"format": FORMAT, **plain_fields(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

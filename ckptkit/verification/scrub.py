@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -24,6 +24,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.slots.latest_pointer import LostManifestError
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
+from ckptkit.util.plain import plain_fields
 from ckptkit.verification.durable import identity_of, items_of, prove_step
 from ckptkit.verification.mend_object import clean_object_repairs, mend_object_step, put_object_step_aside
 from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_aside, put_share_aside
@@ -50,10 +51,6 @@ class Treatment:
     reason: str | None = None
     sources: dict[str, int]
 
-    def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrub:
@@ -75,16 +72,7 @@ class Scrub:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "format": FORMAT,
-            "root": self.root,
-            "repair": self.repair,
-            "checked": self.checked,
-            "treatments": [each.to_json() for each in self.treatments],
-            "findings": [finding.to_json() for finding in self.findings],
-            "notes": self.notes,
-            "problems": self.problems,
-        }
+        return {"format": FORMAT, **plain_fields(self)}
 
 
 def scrub(

@@ -13,7 +13,7 @@ from ckptkit.conversion.destination import Destination, begin, require_orbax_tar
 from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer
 from ckptkit.conversion.journal import data_prefix, fingerprint
 from ckptkit.conversion.orbax_step import works_of
-from ckptkit.conversion.passes import BytesProgress
+from ckptkit.conversion.passes import BytesProgress, counted
 from ckptkit.conversion.resharding.choosing import SpecRule
 from ckptkit.conversion.resharding.meshes import Mesh, Spec
 from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, make_plan, plan_leaves
@@ -172,14 +172,7 @@ def _write_part(
         [work.block.size * work.record.itemsize for _, work in works], coordinator.process, coordinator.count
     )
     mine = [works[at] for at in chosen]
-    total, written = sum(work.block.size * work.record.itemsize for _, work in mine), 0
-
-    def count(done: int) -> None:
-        nonlocal written
-        written += done
-        if progress is not None:
-            progress(written, total)
-
+    count = counted(sum(work.block.size * work.record.itemsize for _, work in mine), progress)
     for item in source.items:
         above = _key(source, item)
         own_part = process_directory(above.rstrip("/"), coordinator.process).lstrip("/")
