@@ -20,7 +20,7 @@ from ckptkit.inspection.directories import is_committed
 from ckptkit.inspection.places import Place
 from ckptkit.job.coordination import make_coordinator
 from ckptkit.manager import CheckpointManager
-from ckptkit.model.cells import cell_ranges
+from ckptkit.model.cells import digested_cells
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import step_of_name
 from ckptkit.model.tiers import DURABLE
@@ -232,11 +232,8 @@ class _Follower:
         if not manifests:
             return save_id.ours
         for manifest in manifests if self._prove else ():
-            for item, leaves in manifest.arrays.items():
-                for leaf in leaves:
-                    for record in leaf.boxes:
-                        for cell, _, _ in cell_ranges(record, leaf):
-                            reader.read(item, leaf, record, cell, np.empty(cell.shape, np.dtype(leaf.dtype)))
+            for item, leaf, record, cell, *_ in digested_cells(manifest):
+                reader.read(item, leaf, record, cell, np.empty(cell.shape, np.dtype(leaf.dtype)))
         return True
 
     def _reject(self, name: str, step: int, error: CheckpointError) -> None:

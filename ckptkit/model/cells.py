@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.boxes import Box, cells_of, in_rows
 from ckptkit.model.digests import STRONG, copy_digested, digest_like
-from ckptkit.model.manifest import BoxRecord, LeafRecord
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest
 
 
 def cell_ranges(record: BoxRecord, leaf: LeafRecord) -> list[tuple[Box, int, int]]:
@@ -20,6 +21,27 @@ def cell_ranges(record: BoxRecord, leaf: LeafRecord) -> list[tuple[Box, int, int
         ranges.append((cell, at, stop))
         at = stop
     return ranges
+
+
+class DigestedCell(NamedTuple):
+    """A cell that a manifest describes: its byte range `[start, stop)` inside the box's bytes, and its digest."""
+
+    item: str
+    leaf: LeafRecord
+    record: BoxRecord
+    cell: Box
+    start: int
+    stop: int
+    digest: str
+
+
+def digested_cells(manifest: Manifest) -> Iterator[DigestedCell]:
+    """Every cell of a manifest's arrays, in its order."""
+    for item, leaves in manifest.arrays.items():
+        for leaf in leaves:
+            for record in leaf.boxes:
+                for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
+                    yield DigestedCell(item, leaf, record, cell, start, stop, digest)
 
 
 Proves = Callable[[LeafRecord, Box], bool]  # whether a cell is to be compared with its digest

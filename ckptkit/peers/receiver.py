@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.model.cells import cell_ranges
+from ckptkit.model.cells import digested_cells
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.peers.server import Answer
@@ -132,14 +132,11 @@ def _prove(manifest: Manifest, coming: _Coming, process: int) -> None:
         raise CorruptCheckpointError(
             f"the manifest is of save {manifest.save_id}, process {manifest.writer.process}, {manifest.slot}"
         )
-    for leaves in manifest.arrays.values():
-        for leaf in leaves:
-            for record in leaf.boxes:
-                for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
-                    if record.offset < 0 or record.offset + stop > coming.size_bytes:
-                        raise CorruptCheckpointError(f"leaf {leaf.name} lies outside of the slot")
-                    found = digest_of(coming.slot.memory[record.offset + start : record.offset + stop])
-                    if found != digest:
-                        raise CorruptCheckpointError(
-                            f"leaf {leaf.name}, cell {cell.start} came with digest {found}, expected {digest}"
-                        )
+    for _, leaf, record, cell, start, stop, digest in digested_cells(manifest):
+        if record.offset < 0 or record.offset + stop > coming.size_bytes:
+            raise CorruptCheckpointError(f"leaf {leaf.name} lies outside of the slot")
+        found = digest_of(coming.slot.memory[record.offset + start : record.offset + stop])
+        if found != digest:
+            raise CorruptCheckpointError(
+                f"leaf {leaf.name}, cell {cell.start} came with digest {found}, expected {digest}"
+            )

@@ -24,7 +24,7 @@ from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.shares import sidecar_processes
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
-from ckptkit.model.cells import cell_ranges
+from ckptkit.model.cells import cell_ranges, digested_cells
 from ckptkit.model.digests import digest_of, strong_digest_of
 from ckptkit.model.handler_files import is_file, with_file_digests
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
@@ -193,11 +193,8 @@ def _sizes(place: Place) -> tuple[int, int]:
 def _cells(manifests: Sequence[Manifest]) -> Iterator[tuple[_Cell, LeafRecord, int, str]]:
     """Every cell: its name, its leaf, its bytes, and the digest of the save."""
     for number, manifest in enumerate(manifests):
-        for item, leaves in manifest.arrays.items():
-            for leaf in leaves:
-                for record in leaf.boxes:
-                    for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
-                        yield (number, item, leaf.path, cell), leaf, stop - start, digest
+        for item, leaf, _, cell, start, stop, digest in digested_cells(manifest):
+            yield (number, item, leaf.path, cell), leaf, stop - start, digest
 
 
 def _records(

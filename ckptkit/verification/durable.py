@@ -35,7 +35,7 @@ from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.shares import items_missing, leaf_of_record, own_sidecars, sidecar_processes, sidecars_lost
 from ckptkit.inspection.sharing import shared_files, steps_words
 from ckptkit.model.boxes import Box
-from ckptkit.model.cells import cell_ranges
+from ckptkit.model.cells import digested_cells
 from ckptkit.model.digests import digest_of
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.handler_files import with_file_leaves
@@ -288,10 +288,9 @@ def _sidecars_into(sidecars: dict[str, tuple[Manifest, ...]], item: Place, step:
 
 def _our_checks(reader: DurableReader, item: Place, manifests: Sequence[Manifest]) -> Iterator[CellCheck]:
     for manifest in manifests:
-        for leaf in manifest.arrays[item.name]:
-            for record in leaf.boxes:
-                for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
-                    yield _cell_check(reader, item, leaf, cell, stop - start, digest)
+        for name, leaf, _, cell, start, stop, digest in digested_cells(manifest):
+            if name == item.name:
+                yield _cell_check(reader, item, leaf, cell, stop - start, digest)
 
 
 def _cell_check(

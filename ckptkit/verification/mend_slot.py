@@ -13,7 +13,7 @@ from ckptkit.inspection.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
-from ckptkit.model.cells import cell_ranges
+from ckptkit.model.cells import digested_cells
 from ckptkit.model.manifest import LeafRecord, SaveId
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.latest_pointer import forget_newest
@@ -104,13 +104,9 @@ def damaged_cells(proof: ShareProof) -> Iterator[Cell]:
     """The cells that are named in the findings; all of them where the slot itself is."""
     named = {(finding.item, finding.leaf, finding.box) for finding in proof.findings}
     everything = any(finding.leaf is None for finding in proof.findings)
-    for item, leaves in proof.share.manifest.arrays.items():
-        for leaf in leaves:
-            for record in leaf.boxes:
-                for (cell, start, _), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
-                    if everything or (item, leaf.name, cell) in named:
-                        offset = record.offset + start if record.offset >= 0 else -1
-                        yield item, leaf, cell, offset, digest
+    for item, leaf, record, cell, start, _, digest in digested_cells(proof.share.manifest):
+        if everything or (item, leaf.name, cell) in named:
+            yield item, leaf, cell, record.offset + start if record.offset >= 0 else -1, digest
 
 
 def still_there(share: Share) -> bool:

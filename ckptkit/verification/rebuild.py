@@ -16,7 +16,7 @@ from ckptkit.inspection.directories import json_name
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.model.boxes import Box, cells_of, missing_elements
-from ckptkit.model.cells import cell_ranges
+from ckptkit.model.cells import cell_ranges, digested_cells
 from ckptkit.model.digests import digest_of
 from ckptkit.model.handler_files import is_file, with_file_digests, with_file_leaves
 from ckptkit.model.manifest import FILES, BoxRecord, LeafRecord, Manifest
@@ -184,10 +184,9 @@ def _mend_file(path: Path, name: str, leaf: LeafRecord, sources: Sources) -> Non
 
 def _cells(name: str, manifests: Sequence[Manifest]) -> Iterator[tuple[LeafRecord, Box, str]]:
     for manifest in manifests:
-        for leaf in manifest.arrays[name]:
-            for record in leaf.boxes:
-                for (cell, _, _), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
-                    yield leaf, cell, digest
+        for each in digested_cells(manifest):
+            if each.item == name:
+                yield each.leaf, each.cell, each.digest
 
 
 def _require(sources: Sources, name: str, leaf: LeafRecord, cell: Box, digest: str) -> np.ndarray:

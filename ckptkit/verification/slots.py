@@ -21,7 +21,7 @@ from ckptkit.inspection.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box, missing_elements
-from ckptkit.model.cells import cell_ranges
+from ckptkit.model.cells import digested_cells
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.slots.latest_pointer import LostManifestError
 from ckptkit.slots.reader import manifest_name_of
@@ -103,20 +103,17 @@ def prove_share(share: Share, limits: Limits) -> ShareProof:
 
 
 def _checks(manifest: Manifest, fd: int, path: Path, piece_bytes: int) -> Iterator[CellCheck]:
-    for item, leaves in manifest.arrays.items():
-        for leaf in leaves:
-            for record in leaf.boxes:
-                for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
-                    yield CellCheck(
-                        path=str(path),
-                        item=item,
-                        leaf=leaf.name,
-                        box=cell,
-                        size_bytes=stop - start,
-                        memory_bytes=min(stop - start, piece_bytes),
-                        expected=digest,
-                        read=_reader(fd, record.offset + start, record.offset + stop, record.offset, path, piece_bytes),
-                    )
+    for item, leaf, record, cell, start, stop, digest in digested_cells(manifest):
+        yield CellCheck(
+            path=str(path),
+            item=item,
+            leaf=leaf.name,
+            box=cell,
+            size_bytes=stop - start,
+            memory_bytes=min(stop - start, piece_bytes),
+            expected=digest,
+            read=_reader(fd, record.offset + start, record.offset + stop, record.offset, path, piece_bytes),
+        )
 
 
 def _reader(fd: int, start: int, stop: int, offset: int, path: Path, piece_bytes: int) -> Callable[[], str]:
