@@ -14,6 +14,7 @@ from ckptkit.goodput import goodput_report, load_run
 from ckptkit.inspection import list_steps
 from ckptkit.inspection.records import FORMAT
 from ckptkit.upkeep import usage
+from ckptkit.util.plain import plain_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +34,8 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "format": FORMAT,
-            "root": self.root,
-            "events": self.events,
-            "rules": self.rules,
-            "advice": [each.to_json() for each in self.advice],
-            "stored_bytes": self.facts.usage.stored_bytes,
-            "notes": self.notes,
-            "problems": self.problems,
-        }
+        found = plain_fields(self, without=("facts",))
+        return {"format": FORMAT, **found, "stored_bytes": self.facts.usage.stored_bytes}
 
 
 def diagnose(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import GoodputReport
@@ -28,10 +28,6 @@ class Advice:
     advice: str
     of_run: float | None = None
     stored_bytes: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
