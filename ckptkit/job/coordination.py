@@ -137,32 +137,14 @@ class LocalCoordinator:
     def __init__(self, timeout_s: float = TIMEOUT_S):
         self.timeout_s = timeout_s
 
-    def agree(
-        self,
-        channel: str,
-        value: Any,
-        decide: Decide,
-        *,
-        timeout_s: float | None = None,
-        about: str = "",
-        is_veto: Callable[[Any], bool] | None = None,
-        order: Order | None = None,
-    ) -> Any:
+    def agree(self, channel: str, value: Any, decide: Decide, **words: Any) -> Any:
         """See `Coordinator.agree`."""
-        del channel, timeout_s, about, is_veto, order
+        del channel, words
         return json.loads(json.dumps(decide([value])))
 
-    def ask_process_0(
-        self,
-        channel: str,
-        decide: Callable[[], Any],
-        *,
-        timeout_s: float | None = None,
-        about: str = "",
-        order: Order | None = None,
-    ) -> Any:
+    def ask_process_0(self, channel: str, decide: Callable[[], Any], **words: Any) -> Any:
         """See `Coordinator.ask_process_0`."""
-        del channel, timeout_s, about, order
+        del channel, words
         return json.loads(json.dumps(decide()))
 
     def recall(self, channel: str, about: str) -> tuple[bool, Any]:
@@ -297,35 +279,13 @@ class ScopedCoordinator:
         """Sets the key of the next exchanges; no two operations have the same key."""
         self._about = about
 
-    def agree(
-        self,
-        channel: str,
-        value: Any,
-        decide: Decide,
-        *,
-        timeout_s: float | None = None,
-        about: str = "",
-        is_veto: Callable[[Any], bool] | None = None,
-        order: Order | None = None,
-    ) -> Any:
+    def agree(self, channel: str, value: Any, decide: Decide, *, about: str = "", **words: Any) -> Any:
         """See `Coordinator.agree`."""
-        return self._coordinator.agree(
-            channel, value, decide, timeout_s=timeout_s, about=about or self._about, is_veto=is_veto, order=order
-        )
+        return self._coordinator.agree(channel, value, decide, about=about or self._about, **words)
 
-    def ask_process_0(
-        self,
-        channel: str,
-        decide: Callable[[], Any],
-        *,
-        timeout_s: float | None = None,
-        about: str = "",
-        order: Order | None = None,
-    ) -> Any:
+    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, about: str = "", **words: Any) -> Any:
         """See `Coordinator.ask_process_0`."""
-        return self._coordinator.ask_process_0(
-            channel, decide, timeout_s=timeout_s, about=about or self._about, order=order
-        )
+        return self._coordinator.ask_process_0(channel, decide, about=about or self._about, **words)
 
     def recall(self, channel: str, about: str) -> tuple[bool, Any]:
         """See `Coordinator.recall`."""

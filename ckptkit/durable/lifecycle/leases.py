@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, Self, final
 
 from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.model import paths
@@ -37,9 +37,8 @@ _WATCH_S = 1.0  # between two looks at the claim of another process
 _RENEWALS = 3  # in the life of a lease: two may fail
 
 
-@final
 class _Beating:
-    """A small object whose beat a thread counts up until `release`."""
+    """A small object whose beat a thread counts up until `release`; context manager."""
 
     def __init__(self, store: Store, key: str, record: Mapping[str, Any], lease_s: float, now_s: Callable[[], float]):
         if not 0 < lease_s <= LEASE_S_MAX:
@@ -67,6 +66,12 @@ class _Beating:
         with suppress(StoreError):
             self._store.delete(self._key)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def _renew(self) -> None:
         begun_s = self._now_s()
         self._store.put(self._key, json.dumps({**self._record, "beat": self._beat}).encode())
@@ -82,24 +87,19 @@ class _Beating:
 
 
 @final
-class Lease:
-    """Steps that this process reads, one or more. Renewed by a thread until `release`; context manager.
+class Lease(_Beating):
+    """Steps that this process reads, one or more. Renewed by a thread until `release`; context manager. Once it is
+    `lost`, the steps may be pruned.
 
     Raises `StoreError` where it cannot be written, ValueError for a `lease_s` outside (0, 3600].
     """
 
     def __init__(self, store: Store, *steps: int, lease_s: float, monotonic_s: Callable[[], float] = clock.monotonic_s):
         self.steps = frozenset(steps)
-        self._store = store
         # A name of its own for each: one that lapsed can never be taken for the one that follows it.
         key = f"{paths.LEASES_DIR}/{uuid.uuid4().hex}.json"
         record = {"step": steps[0]} if len(steps) == 1 else {"steps": sorted(steps)}
-        self._beating = _Beating(store, key, record, lease_s, monotonic_s)
-
-    @property
-    def lost(self) -> bool:
-        """Whether the steps may be pruned by now: the lease could not be renewed in time."""
-        return self._beating.lost
+        super().__init__(store, key, record, lease_s, monotonic_s)
 
     def granted(self) -> bool:
         """Whether the writer will keep every step of it: asked once, after the lease was written."""
@@ -109,20 +109,11 @@ class Lease:
         """The steps that the writer will keep: asked once, after the lease was written."""
         return frozenset() if self.lost else self.steps - announced_deletions(self._store)
 
-    def release(self) -> None:
-        """Ends the lease; the writer may prune the step. A store that cannot be reached lets it lapse by itself."""
-        self._beating.release()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
 
 @final
-class DeletionNotice:
-    """Steps that a command is about to delete, announced until `release`; context manager.
+class DeletionNotice(_Beating):
+    """Steps that a command is about to delete, announced until `release`; context manager. Once it is `lost`, a reader
+    may not see it any more: nothing more may be deleted.
 
     The steps that somebody reads, or has pinned, are looked for after it is written: `PruneGuard.leased`. Raises
     `StoreError` where it cannot be written.
@@ -130,27 +121,13 @@ class DeletionNotice:
 
     def __init__(self, store: Store, steps: Iterable[int], *, monotonic_s: Callable[[], float] = clock.monotonic_s):
         key = f"{paths.LEASES_DIR}/doomed-{uuid.uuid4().hex}.json"
-        self._beating = _Beating(store, key, {"steps": sorted(steps)}, _LEASE_S, monotonic_s)
-
-    @property
-    def lost(self) -> bool:
-        """Whether a reader may not see it any more: nothing more may be deleted."""
-        return self._beating.lost
-
-    def release(self) -> None:
-        """Nothing more is deleted."""
-        self._beating.release()
-
-    def __enter__(self) -> DeletionNotice:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+        super().__init__(store, key, {"steps": sorted(steps)}, _LEASE_S, monotonic_s)
 
 
 @final
-class WriterClaim:
-    """The one process that copies a step into a bucket, until `release`; context manager.
+class WriterClaim(_Beating):
+    """The one process that copies a step into a bucket, until `release`; context manager. Once it is `lost`, another
+    process may have taken it over: nothing more may be written.
 
     Raises `CheckpointError` if another process holds the claim. The claim of a dead holder is replaced: at once if
     it was on this host, otherwise after it was watched for its lifetime. Raises `StoreError`.
@@ -161,22 +138,7 @@ class WriterClaim:
         record = {"steps": [], "copying": name, "claim": uuid.uuid4().hex}  # it keeps no step from being pruned
         while not _created(store, key, record):
             _require_dead(store, key, f"{store.url}/{name}", monotonic_s)
-        self._beating = _Beating(store, key, record, _LEASE_S, monotonic_s)
-
-    @property
-    def lost(self) -> bool:
-        """Whether another process may have taken it over: nothing more may be written."""
-        return self._beating.lost
-
-    def release(self) -> None:
-        """Another process may copy the step."""
-        self._beating.release()
-
-    def __enter__(self) -> WriterClaim:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+        super().__init__(store, key, record, _LEASE_S, monotonic_s)
 
 
 def _created(store: Store, key: str, record: Mapping[str, Any]) -> bool:
