@@ -65,8 +65,8 @@ class Item:
     kind: Literal["arrays", "json", "grain", "other"]
     layout: str
     stored_bytes: int | None = None
-    leaves: tuple[LeafInfo, ...] = ()
     value: Any = None
+    leaves: tuple[LeafInfo, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -120,8 +120,9 @@ class Inspection:
             {"path": path, "bytes": file.size_bytes, "steps": file.steps, "elsewhere": file.elsewhere}
             for path, file in sorted(self.shared.items())
         ]
-        found = plain_fields(self, without=("shared",))
-        return {"format": FORMAT, **found, "totals": totals(self.items, depth=depth), "shared": shared}
+        sums = {"totals": totals(self.items, depth=depth), "shared": shared}
+        last = {"notes": self.notes, "problems": self.problems}
+        return {"format": FORMAT, **plain_fields(self, without=("shared", *last)), **sums, **last}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
