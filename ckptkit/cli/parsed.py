@@ -16,7 +16,7 @@ class Parsed(click.ParamType):
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The value, or click's message. What is not text is a default, and a value already."""
+        """The value, or click's message. A default that is not text is a value already."""
         try:
             return self._parse(value) if isinstance(value, str) else value
         except ValueError as error:

@@ -20,4 +20,4 @@ def plain(value: Any) -> Any:
         return plain_fields(value)
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+    return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value
