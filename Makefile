@@ -39,7 +39,7 @@ demo-certify: setup
 
 WORKERS ?= 2
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Long campaigns; a short version of each is in `make test`.
 kill-phases: setup

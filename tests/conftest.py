@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 # gcsfs asks Google for a bucket's kind over gRPC at first use; an emulator does not have it.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,30 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
             if os.environ.get(name) and any(reason in str(report.longrepr) for reason in reasons):
                 report.outcome, report.longrepr = "failed", f"{name} is set, but: {report.longrepr}"
     return report
+
+
+# Long files begin first (Makefile: --no-loadscope-reorder), or one worker would run the last of them alone.
+LONG = {"multiprocess", "bench", "trainer", "docs", "tools", "testing", "strangers", "launch"}
+SLOWEST = 10
+_spent_s: dict[str, float] = defaultdict(float)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the folders of `LONG` first."""
+    items.sort(key=lambda item: LONG.isdisjoint(item.nodeid.split("/")))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds up the time of each file, where the results of all workers arrive."""
+    _spent_s[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the files that took longest."""
+    if len(_spent_s) > SLOWEST:
+        terminalreporter.section(f"slowest {SLOWEST} files")
+        for name, spent_s in sorted(_spent_s.items(), key=lambda each: -each[1])[:SLOWEST]:
+            terminalreporter.write_line(f"{spent_s:.1f} s  {name}")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
 from tests.cli.conftest import Run
 from tests.conversion.test_convert import assert_same_bits, read
+from tests.forked import run_forked
 from tests.formats import writers
 
 ROOT = Path(__file__).parents[2]
@@ -72,8 +72,8 @@ def test_killed_conversion_is_resumed_or_begun_anew(
     above = "gs://runs/made" if where == "bucket" else str(tmp_path / "made")
     (tmp_path / "made").mkdir()
     stops = [1, 2, 5, 6, 9, 10] if to == "orbax" else [1, 3, 4, 6, 7]
-    command = [sys.executable, "-W", "ignore", "-c", _KILLED, str(source), above, to, *map(str, stops)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", _KILLED, str(source), above, to, *map(str, stops)]
+    done = run_forked(command, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     for stop in stops:
         target = f"{above}/t{stop}"

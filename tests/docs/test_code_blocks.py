@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -33,7 +34,7 @@ def test_code_block_runs(page: str, code: str, tmp_path: Path) -> None:
         (tmp_path / "test_example.py").write_text(code)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py"]
     for _ in range(2 if "CheckpointManager" in code else 1):  # the second run resumes
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        result = run_forked(command, timeout=120, cwd=tmp_path)
         assert result.returncode == 0, f"{page}:\n{result.stdout}{result.stderr}"
     assert any(tmp_path.rglob("_ckptkit")) == ("CheckpointManager" in code)
     shutil.rmtree(tmp_path)

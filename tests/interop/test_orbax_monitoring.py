@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from jax import monitoring
 
 import ckptkit
 from ckptkit.durable.orbax.monitoring import NOT_TOLD
+from tests.forked import run_forked
 
 ORBAX = Path(ocp.__file__).parent
 # What Orbax tells of saves and restores stands below these; the parts of it that a manager does not use, elsewhere.
@@ -48,7 +48,7 @@ def told_by(kind: str, root: Path, *, asynchronous: bool) -> set[tuple[Any, ...]
     """Kind, name and labels of all that a job of three saves and a restore tells, below Orbax's prefixes."""
     words = [kind, str(root / kind), "async" if asynchronous else "sync"]
     command = [sys.executable, "-c", SAVES, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = run_forked(command, timeout=120, check=True)
     said = ast.literal_eval(done.stdout.splitlines()[-1])
     return {each for each in said if each[1].startswith(("/jax/orbax/", "/jax/checkpoint/"))}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from ckptkit import Event, EventLog, Kind
 from ckptkit.goodput import load_run
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers, next_attempt
+from tests.forked import WARM, launch_forked
 
 STEP_LINE = re.compile(r"step +(\d+)/")
 LIMIT_S = 240.0
@@ -51,7 +52,10 @@ class Run:
         events = EventLog(log, process=-1)
         launcher = Launcher(
             Workers(
-                [*self._command(shape, proof), *flags], processes=shape.processes, devices_per_process=shape.devices
+                [*self._command(shape, proof), *flags],
+                processes=shape.processes,
+                devices_per_process=shape.devices,
+                warm=WARM,
             ),
             policy=RestartPolicy(restarts=0, preempt_grace_s=120.0),
             first_attempt=next_attempt(log),
@@ -68,7 +72,7 @@ class Run:
                 told = True
                 launcher.preempt()
 
-        code = launcher.run()
+        code = launch_forked(launcher)
         events.close()
         return code
 

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
+from tests.forked import WARM, launch_forked
 from tests.multiprocess.broadcast_job import LARGE, ROWS, ROWS_OF_A_CELL, SMALLEST
 
 PROCESSES = 4
@@ -32,11 +33,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
             [*command, "--processes", str(PROCESSES), "--coordinator", "{coordinator}", str(root)],
             processes=PROCESSES,
             devices_per_process=2,
+            warm=WARM,
         ),
         policy=RestartPolicy(restarts=0),
         hooks=Hooks(on_output=lambda process, line: output.append(f"{process}: {line}"), say=output.append),
     )
-    assert launcher.run() == ExitCode.OK, "\n".join(output[-80:])
+    assert launch_forked(launcher) == ExitCode.OK, "\n".join(output[-80:])
     return [json.loads((root / f"found-{process}.json").read_text()) for process in range(PROCESSES)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
+from tests.forked import WARM, launch_forked
 from tests.multiprocess.disturbed_worker import PROCESSES
 
 
@@ -24,11 +25,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             [*command, "--process", "{process}", "--coordinator", "{coordinator}", str(root)],
             processes=PROCESSES,
             devices_per_process=2,
+            warm=WARM,
         ),
         policy=RestartPolicy(restarts=0),
         hooks=Hooks(on_output=lambda process, line: output.append(f"{process}: {line}"), say=output.append),
     )
-    code = launcher.run()
+    code = launch_forked(launcher)
     assert code == ExitCode.OK, "\n".join(output[-60:])
     found = [json.loads((root / f"found-{process}.json").read_text()) for process in range(PROCESSES)]
     return [{**each, "root": root, "output": output} for each in found]

@@ -14,6 +14,7 @@ import pytest
 import ckptkit
 from ckptkit.goodput import load_run
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
+from tests.forked import WARM, launch_forked
 from tests.multiprocess.worker import DURABLE_EVERY, PROCESSES, SSD_EVERY, STEPS
 from tools.proof import compare
 
@@ -59,7 +60,7 @@ class Job:
                     shutil.rmtree(lost)
 
         launcher = Launcher(
-            Workers(command, processes=PROCESSES, devices_per_process=2),
+            Workers(command, processes=PROCESSES, devices_per_process=2, warm=WARM),
             policy=RestartPolicy(restarts=1, backoff_s=0, grace_s=0),
             events=ckptkit.EventLog(directory / "events" / "launcher.jsonl", process=-1),
             hooks=Hooks(
@@ -68,7 +69,7 @@ class Job:
                 say=lambda line: self.output.append(f"{name}: {line}"),
             ),
         )
-        assert launcher.run() == ExitCode.OK, "\n".join(self.output[-60:])
+        assert launch_forked(launcher) == ExitCode.OK, "\n".join(self.output[-60:])
         return directory
 
 

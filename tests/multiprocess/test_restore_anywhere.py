@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked
 from tests.multiprocess.anywhere import digests, state
 
 JOBS = {"one": (1, 1), "eight": (1, 8), "two": (2, 2)}  # processes, devices of each
@@ -27,16 +27,7 @@ def run(job: str, what: str, *paths: Path) -> list[str]:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     command = [sys.executable, "-m", "tests.multiprocess.anywhere", what, address, str(count)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(process), *map(str, paths)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(count)
-    ]
+    processes = [Forked([*command, str(process), *map(str, paths)], env=environment) for process in range(count)]
     outputs = []
     try:
         for process in processes:
@@ -46,7 +37,6 @@ def run(job: str, what: str, *paths: Path) -> list[str]:
     finally:
         for process in processes:
             process.kill()
-            process.wait()
     return outputs
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import ckptkit
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
+from tests.forked import WARM, launch_forked
 from tests.multiprocess.save_worker import PROCESSES, STRATEGIES, make_abstract, make_state, same_here
 from tests.multiprocess.starters import STARTERS, run, skip_without
 
@@ -34,11 +35,12 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             [*command, "--process", "{process}", "--coordinator", "{coordinator}", str(root)],
             processes=PROCESSES,
             devices_per_process=2,
+            warm=WARM,
         ),
         policy=RestartPolicy(restarts=0),
         hooks=Hooks(on_output=lambda process, line: output.append(f"{process}: {line}"), say=output.append),
     )
-    return root, launcher.run(), "\n".join(output[-60:])
+    return root, launch_forked(launcher), "\n".join(output[-60:])
 
 
 @pytest.fixture

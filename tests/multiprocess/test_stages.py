@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
+from tests.forked import WARM, launch_forked
 from tests.multiprocess.stages_worker import DEVICES, PROCESSES
 
 
@@ -24,11 +25,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             [*command, "--process", "{process}", "--coordinator", "{coordinator}", str(root)],
             processes=PROCESSES,
             devices_per_process=DEVICES,
+            warm=WARM,
         ),
         policy=RestartPolicy(restarts=0),
         hooks=Hooks(on_output=lambda process, line: output.append(f"{process}: {line}"), say=output.append),
     )
-    assert launcher.run() == ExitCode.OK, "\n".join(output[-60:])
+    assert launch_forked(launcher) == ExitCode.OK, "\n".join(output[-60:])
     return [json.loads((root / f"found-{process}.json").read_text()) for process in range(PROCESSES)]
 
 

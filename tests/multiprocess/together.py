@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
+
+from tests.forked import Forked
 
 _TIMEOUT_S = 300
 
@@ -16,18 +17,11 @@ def run_together(module: str, count: int, *words: str, devices: int = 2) -> list
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(process), port, *words],
-            env={**os.environ, **flags},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(count)
-    ]
+    command = [sys.executable, "-m", module]
+    env = {**os.environ, **flags}
+    processes = [Forked([*command, str(process), port, *words], env=env, is_joined=True) for process in range(count)]
     try:
-        return [process.communicate(timeout=_TIMEOUT_S)[0] for process in processes]
+        return [process.communicate(_TIMEOUT_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

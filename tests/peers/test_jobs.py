@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
+from tests.forked import WARM, launch_forked
 from tests.peers.peer_job import ROWS
 
 WHOLE = ROWS * 1024 * 4
@@ -22,12 +23,15 @@ def launch(root: Path, what: str, processes: int) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "tests.peers.peer_job", "--process", "{process}", "--processes", str(processes)]
     launcher = Launcher(
         Workers(
-            [*command, "--coordinator", "{coordinator}", what, str(root)], processes=processes, devices_per_process=2
+            [*command, "--coordinator", "{coordinator}", what, str(root)],
+            processes=processes,
+            devices_per_process=2,
+            warm=WARM,
         ),
         policy=RestartPolicy(restarts=0),
         hooks=Hooks(on_output=lambda process, line: output.append(f"{process}: {line}"), say=output.append),
     )
-    assert launcher.run() == ExitCode.OK, "\n".join(output[-80:])
+    assert launch_forked(launcher) == ExitCode.OK, "\n".join(output[-80:])
     return [json.loads((root / f"{what}-{process}.json").read_text()) for process in range(processes)]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ckptkit.goodput import goodput_report, load_run
+from tests.forked import run_forked
 from tests.goodput.by_hand import goodput_by_hand
 
 SCRIPTS = {
@@ -108,4 +109,4 @@ def train(script: Path, root: Path, *arguments: str) -> Any:
 def start(script: Path, root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script), str(root), *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    return run_forked(command, env=environ, timeout=280)

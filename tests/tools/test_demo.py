@@ -16,6 +16,7 @@ import pytest
 
 from ckptkit.goodput import Disruption, Goodput, GoodputReport, Part, Restore, Saves, goodput_report, load_run
 from tests.browser import in_browser, needs_browser
+from tests.forked import WARM, one_template
 from tools import demo
 from tools.demo import DemoError, fresh_places, plan_losses, read_seed, running_bucket, vacuities
 from tools.proof import Verdict
@@ -142,7 +143,9 @@ def short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     short |= {"LOSS_OF_PROCESS_STEPS": range(8, 14), "LOSS_OF_HOST_STEPS": range(20, 26)}
     for name, value in short.items():
         monkeypatch.setattr(demo, name, value)
-    assert demo.run_demo(1) == 0
+    monkeypatch.setattr(demo, "WarmStart", lambda: WARM)
+    with one_template():
+        assert demo.run_demo(1) == 0
     return tmp_path / "runs" / "demo-1"
 
 

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
+from tests.forked import WARM, launch_forked
 from trainer.__main__ import main as command
 from trainer.__main__ import read_flags
 from trainer.cluster import detect_rank, join
@@ -74,11 +75,11 @@ def test_hosts_with_different_text_are_refused(tmp_path: Path) -> None:
     words += ["--coordinator", "{coordinator}", "--processes", "{processes}", "--process", "{process}"]
     lines: list[str] = []
     launcher = Launcher(
-        Workers([sys.executable, "-m", "trainer", *words], processes=2, devices_per_process=1),
+        Workers([sys.executable, "-m", "trainer", *words], processes=2, devices_per_process=1, warm=WARM),
         policy=RestartPolicy(restarts=0, grace_s=30.0),
         hooks=Hooks(on_output=lambda process, line: lines.append(f"{process}: {line}")),
     )
-    assert launcher.run() == ExitCode.USAGE, lines
+    assert launch_forked(launcher) == ExitCode.USAGE, lines
     for process in (0, 1):
         assert any(
             line.startswith(f"{process}: Error: process 1 has other data than process 0: source_digest ")

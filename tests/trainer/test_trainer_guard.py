@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from ckptkit import EventLog, Guard, GuardStopError, Kind
 from ckptkit.guard import Alarm, GuardRecord, Rollback
+from tests.forked import Forked
 from trainer.config import (
     CheckpointConfig,
     DataConfig,
@@ -180,10 +180,7 @@ def test_two_processes_return_together(root: Path) -> None:
         port = probe.getsockname()[1]
     words = [sys.executable, "-c", WORKER, str(Path(__file__).parent), str(root), str(port)]
     env = {**os.environ, "XLA_FLAGS": ""}
-    workers = [
-        subprocess.Popen([*words, str(process)], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-        for process in range(2)
-    ]
+    workers = [Forked([*words, str(process)], cwd=ROOT, env=env) for process in range(2)]
     try:
         ended = [worker.communicate(timeout=170)[0] for worker in workers]
     finally:

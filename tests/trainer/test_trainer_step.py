@@ -3,11 +3,12 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run_forked
 
 
 @pytest.fixture(scope="module")
@@ -17,14 +18,8 @@ def found(tmp_path_factory) -> dict:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("four_devices.py")), str(tmp_path_factory.mktemp("corpus"))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    script = str(Path(__file__).with_name("four_devices.py"))
+    done = run_forked([sys.executable, script, str(tmp_path_factory.mktemp("corpus"))], env=environment, timeout=150)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "Involuntary full rematerialization" not in done.stderr, "a layout that XLA can only reach by replicating"
     return json.loads(done.stdout)

@@ -31,6 +31,7 @@ from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 from ckptkit.upkeep import copy, plan_copy
 from ckptkit.verification import verify
 from tests.cli.conftest import Ours, Run
+from tests.forked import run_forked
 from tests.multiprocess.starters import environment, run, skip_without
 from tests.states import abstract, make_state, raw, restore_args
 
@@ -60,7 +61,7 @@ def striped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stock_orbax_reads_whole_chunks_on_the_mesh(tmp_path: Path) -> None:
     """The point of it all: otherwise bits are lost, or every process still reads what others need."""
     command = [sys.executable, "-m", "tests.conversion.resharding.eight_devices", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_forked(command, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     for found in json.loads(done.stdout.splitlines()[-1]).values():
         assert (found["code"], found["wrong"], found["data"]) == (0, [], {"at": 1})
