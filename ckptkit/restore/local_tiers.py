@@ -94,32 +94,51 @@ class LocalTiers:
         return {save: LocalSave(save_id=save, held=tiers) for save, tiers in found.items()}
 
     def holdings(self, save: LocalSave | None, proves: VerifySelection = VerifySelection()) -> Holdings:  # noqa: B008  frozen
-        """One source per slot directory, so that a reader knows the place of a record's bytes."""
-        sources: list[Source] = []
-        readers: list[BoxReader] = []
-        for tier, pairs in (save.held if save is not None else {}).items():
-            for directory, manifest in pairs:
-                try:
-                    slot = SlotReader(directory, manifest, proves, on_disk=tier == SSD)
-                except (OSError, ValueError) as error:  # the slot is missing or empty: try the next source
-                    self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
-                    self._note_refusal(error, f"slot {directory / manifest.slot}: {error}")
-                    continue
-                inside = within(manifest, slot.size_bytes)
-                if inside != manifest:
-                    reason = f"slot {directory / manifest.slot} has {slot.size_bytes} bytes, and boxes beyond its end"
-                    self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=reason)
-                sources.append(Source(tier=tier, manifests=(inside,)))
-                readers.append(_SlotBoxes(slot, directory, manifest, proves))
-        if len({source.manifests[0].writer for source in sources}) > 1:  # a box may lie in parts of several shares
-            joined = together(list(zip(sources, readers, strict=True)), sources[-1].tier, proves)
-            sources.append(joined[0])
-            readers.append(joined[1])
-        return Holdings(sources=tuple(sources), readers=tuple(readers))
+        """One source per slot directory, so that a reader knows the place of a record's bytes; tiers in their order.
+
+        Of several shares in a tier, one more source joins them, because a box may lie in parts of several. The last
+        source joins all tiers; what it reads counts as read from the slowest one.
+        """
+        every: list[tuple[Source, BoxReader]] = []
+        single: list[tuple[Source, BoxReader]] = []
+        for tier, held in (save.held if save is not None else {}).items():
+            pairs = [pair for place, manifest in held if (pair := self._opened(tier, place, manifest, proves))]
+            every += _with_joined(pairs, tier, proves)
+            single += pairs
+        if len({source.tier for source, _ in single}) > 1 and _writers(single) > 1:
+            every.append(together(single, single[-1][0].tier, proves))
+        return Holdings(sources=tuple(source for source, _ in every), readers=tuple(reader for _, reader in every))
+
+    def _opened(
+        self, tier: str, directory: Path, manifest: Manifest, proves: VerifySelection
+    ) -> tuple[Source, BoxReader] | None:
+        """The boxes of one slot; None, with an event, if the slot is missing."""
+        step = manifest.save_id.step
+        try:
+            slot = SlotReader(directory, manifest, proves, on_disk=tier == SSD)
+        except (OSError, ValueError) as error:  # the slot is missing or empty: try the next source
+            self._events.emit(Kind.REJECTED, step=step, tier=tier, reason=str(error))
+            self._note_refusal(error, f"slot {directory / manifest.slot}: {error}")
+            return None
+        inside = within(manifest, slot.size_bytes)
+        if inside != manifest:
+            reason = f"slot {directory / manifest.slot} has {slot.size_bytes} bytes, and boxes beyond its end"
+            self._events.emit(Kind.REJECTED, step=step, tier=tier, reason=reason)
+        return Source(tier=tier, manifests=(inside,)), _SlotBoxes(slot, directory, manifest, proves)
 
     def _note_refusal(self, error: BaseException | None, text: str) -> None:
         if isinstance(error, PermissionError):
             self.refused = self.refused or text
+
+
+def _with_joined(
+    pairs: list[tuple[Source, BoxReader]], tier: str, proves: VerifySelection
+) -> list[tuple[Source, BoxReader]]:
+    return [*pairs, together(pairs, tier, proves)] if _writers(pairs) > 1 else pairs
+
+
+def _writers(pairs: Sequence[tuple[Source, BoxReader]]) -> int:
+    return len({source.manifests[0].writer for source, _ in pairs})
 
 
 def together(

@@ -23,6 +23,7 @@ from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.local_tiers import Holdings, LocalSave, LocalTiers
 from ckptkit.restore.plan import Candidate, Key, RestorePlan, plan_restore, rank_candidates
 from ckptkit.restore.sources import SourceSearch
+from ckptkit.store.mounts import file_system_of
 from ckptkit.store.roots import root_url
 
 FORMAT = 1
@@ -81,7 +82,7 @@ def outlook(
     durable = {each.identity: each.place for each in found_in_root.steps if each.state == "committed"}
     notes = found_in_root.notes
     fast: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
-    for tier in tiers:
+    for tier in in_order_of_cost(tiers):
         found, damaged = tier_shares(tier, url, host_id, notes)
         problems += map(str, damaged)
         for share in found:
@@ -112,6 +113,11 @@ def outlook(
     if names and step is not None:
         raise StepNotFoundError(f"step {step} is not in {url} or in this host's tiers", step=step, path=url)
     raise nothing_at(url, "no step can be restored, here or in a given tier")
+
+
+def in_order_of_cost(tiers: Sequence[str]) -> list[str]:
+    """The tiers as a restart asks them, whatever their order here: those in memory first."""
+    return sorted(tiers, key=lambda tier: file_system_of(tier).medium != "memory")
 
 
 def _search(candidate: Candidate, local: LocalSave, durable: Mapping[SaveId, Place], events: EventLog) -> SourceSearch:

@@ -10,7 +10,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.restore import outlook
 from ckptkit.slots.reader import read_manifest
+from ckptkit.store.mounts import FILE_SYSTEMS
 from tests.cli.conftest import HOST, Ours, Run
 from tests.states import make_state, save_args
 
@@ -35,6 +37,12 @@ def test_plan_reads_the_new_branch_from_the_ramdisk(ckpt: Run, ours: Ours) -> No
     assert {box["leaf"] for box in plan["boxes"]} == {leaf.name for leaf in held.arrays["state"]}
     whole = {leaf.name: list(leaf.shape) for leaf in held.arrays["state"]}
     assert all(box["stop"] == whole[box["leaf"]] for box in plan["boxes"])
+
+
+def test_order_of_the_tiers_on_the_command_line_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan would name the disk for what a restart reads from memory."""
+    monkeypatch.setattr(outlook, "file_system_of", lambda path: FILE_SYSTEMS["tmpfs" if path == "/ram" else "ext4"])
+    assert outlook.in_order_of_cost(["/ssd", "/ram"]) == outlook.in_order_of_cost(["/ram", "/ssd"]) == ["/ram", "/ssd"]
 
 
 def test_plan_without_tiers_reads_the_durable_step(ckpt: Run, ours: Ours) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
+from ckptkit.events import EventLog
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.cells import copy_proven
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.model.verify_mode import VerifySelection
-from ckptkit.restore.local_tiers import together
+from ckptkit.restore.local_tiers import LocalSave, LocalTiers, together
 from ckptkit.restore.plan import Candidate, RestorePlan, Source, plan_restore, rank_candidates
 from ckptkit.restore.read import execute
 
@@ -218,6 +220,23 @@ def test_shares_of_several_processes_tile_every_wanted_box(data: st.DataObject) 
         np.testing.assert_array_equal(blocks[KEY][box], values[box.slices()])
     served = [(box, target) for (_, box), targets in read_by.items() for target in targets]
     assert len(served) == len(set(served)), "a piece was read twice"
+
+
+@pytest.mark.parametrize("order", [("ram", "ssd"), ("ssd", "ram")])
+def test_a_box_of_several_shares_is_read_from_the_first_tier(tmp_path: Path, order: tuple[str, str]) -> None:
+    """A plan named the last tier for what the first one holds, and so did the event of the restore."""
+    held: dict[str, list[tuple[Path, Manifest]]] = {}
+    for tier in order:
+        for process, boxes in enumerate([rows((0, 4)), rows((4, 8))]):
+            (directory := tmp_path / tier / str(process)).mkdir(parents=True)
+            (directory / "slot-0.bin").write_bytes(bytes(64))
+            held.setdefault(tier, []).append((directory, manifest(boxes, process=process)))
+    local = LocalTiers({}, EventLog())
+    holdings = local.holdings(LocalSave(save_id=SAVE, held=held))
+    assert plan_restore(SAVE, {KEY: rows((0, 8), (4, 8))}, holdings.sources).bytes_by_tier() == {order[0]: 48}
+    parts = LocalSave(save_id=SAVE, held={order[0]: held[order[0]][:1], order[1]: held[order[1]][1:]})
+    plan = plan_restore(SAVE, {KEY: rows((0, 8), (0, 4))}, local.holdings(parts).sources)
+    assert plan.bytes_by_tier() == {order[1]: 32, order[0]: 16}, "a box in both tiers counts for the slower one"
 
 
 def test_damage_found_by_a_sample_is_not_masked() -> None:
