@@ -186,6 +186,30 @@ def durable_age(facts: Facts) -> list[Advice]:
     return _said("durable_age", "at risk", what, "look at the events of its saves: `save_failed`, `save_skipped`")
 
 
+def not_durable(facts: Facts) -> list[Advice]:
+    """The run ended in the normal way, and its newest step is in fast tiers alone. No threshold: nothing saves it
+    later, and a reboot or a lost host loses it."""
+    known = [event for event in facts.events if event.kind in (Kind.COMMITTED, Kind.RESTORED, Kind.CLOSED)]
+    fast = [event for event in known if event.kind == Kind.RESTORED or event.tier not in (None, DURABLE)]
+    if not fast or known[-1].kind != Kind.CLOSED or known[-1].fields.get("failed"):
+        return []
+    last = max(fast, key=_at)
+    durable = {event.step for event in facts.of(Kind.COMMITTED, DURABLE)} | {
+        event.step
+        for event in facts.of(Kind.RESTORED)
+        if any(name.startswith(DURABLE) for name in event.fields["sources"])
+    }
+    if last.step in durable:
+        return []
+    tiers = sorted({str(e.tier) for e in facts.of(Kind.COMMITTED) if e.step == last.step}) or sorted(
+        last.fields["sources"]
+    )
+    there = f"has step {max(filter(None, durable), default=0)}" if durable else "has no step"
+    what = f"the run ended at step {last.step}, which is only in tier {' and '.join(tiers)}: the durable tier {there}"
+    advice = f"start it again, and call `save({last.step}, ..., force=True)` with the restored state before `close()`"
+    return _said("not_durable", "at risk", what, advice)
+
+
 def damaged(facts: Facts) -> list[Advice]:
     """Steps whose records cannot be read, or whose shares are not whole: no restart takes them."""
     steps = [entry for entry in facts.steps if entry.state == "damaged"]
@@ -310,6 +334,7 @@ def _at(event: Event) -> float:
 
 RULES: tuple[DiagnosisRule, ...] = (
     failing,
+    not_durable,
     damaged,
     replicas,
     durable_age,

@@ -407,6 +407,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                     "hangs, or raise ProcessOptions.timeout_s"
                 )
             self._pipeline.wait()
+            if not self._options.read_only:
+                self._resumer.warn_of_no_durable_copy()
 
     @property
     def _stall_s(self) -> float:

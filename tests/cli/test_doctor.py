@@ -199,6 +199,12 @@ CASES: list[Case] = [
         Facts(usage=used(), steps=[entry(1)]),
         "1 save is damaged: /r/2: torn",
     ),
+    (
+        rules.not_durable,
+        logged(*RUN, *saves([1], "durable"), *saves([2], "ram"), event(Kind.CLOSED, 60)),
+        logged(*RUN, *saves([1, 2], "durable"), *saves([2], "ram"), event(Kind.CLOSED, 60)),
+        "the run ended at step 2, which is only in tier ram: the durable tier has step 1",
+    ),
     (rules.one_step, Facts(usage=used(1)), Facts(usage=used(2)), "step 0 is the only durable step"),
     (
         rules.unproven,
