@@ -24,8 +24,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bench.environment import environment, store_result
-from ckptkit.testing.crash import (
+from bench.crash import (
     CrashState,
     Note,
     Operation,
@@ -37,6 +36,7 @@ from ckptkit.testing.crash import (
     process_crashes,
     record,
 )
+from bench.environment import environment, store_result
 
 SHORT_POINTS = {"direct": 2, "mapping": 1}  # of each tier and operation, without --full
 SHORT_STATES = 12  # of a power failure at such a point

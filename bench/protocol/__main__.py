@@ -1,0 +1,5 @@
+"""`python -m bench.protocol`."""
+
+from bench.protocol.run import main
+
+main()
