@@ -12,6 +12,7 @@ PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
 TREE = PAGE.split("## Layers")[1].split("```")[1]
 ROOMS_MAX = 32
 LAYERS = 9
+WEIGHT_SHARE_MAX = 0.15
 
 
 def rooms() -> set[str]:
@@ -97,3 +98,17 @@ def test_functions_named_on_the_page_are_in_their_files() -> None:
         text = (PACKAGE / path).read_text()
         for part in name.split("."):
             assert re.search(rf"\b(?:def|class) {part}\b|^{part}\b.* = ", text, re.MULTILINE), (name, path)
+
+
+def test_weights_are_those_of_the_packages() -> None:
+    """The page would defend a size that a package no longer has, or leave a package out."""
+    stated = {
+        name: int(lines.replace(",", "")) for name, lines in re.findall(r"^\| `(\w+)/` \| ([\d,]+) \|", PAGE, re.M)
+    }
+    found = {
+        folder.parent.name: sum(len(path.read_text().splitlines()) for path in folder.parent.rglob("*.py"))
+        for folder in PACKAGE.glob("*/__init__.py")
+    }
+    assert stated.keys() == found.keys()
+    wrong = {name: lines for name, lines in found.items() if abs(stated[name] - lines) > WEIGHT_SHARE_MAX * lines}
+    assert not wrong, wrong
