@@ -44,6 +44,7 @@ class Kind(StrEnum):
     CALLED = "called"  # the loop called the manager for step, and no span tells it: fields call
     PLANNED = "restore_planned"  # fields sources: tier -> bytes
     REJECTED = "restore_rejected"  # fields reason
+    INCOMPLETE = "restore_incomplete"  # a save that some processes had not committed when the job ended: fields reason
     # fields sources: tier -> bytes, tree_bytes (of all processes), duration_s, verify (and share, seed of a sample); of
     # several processes broadcast (whether replicas read for each other), broadcast_why
     RESTORED = "restored"

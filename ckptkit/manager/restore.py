@@ -239,7 +239,13 @@ class Resumer:
             history.decider.continue_from(restored.save_id.step)
             self._components.retention.restored(restored.save_id)
             pipeline.slots.reserve(restored.slot_bytes)
-        rejected = self._restorer.rejected
+        for each in self._restorer.rejected:
+            if each.is_incomplete and self._components.job.coordinator.process == 0:
+                _log.info(
+                    "restore: step %d was %s. The run continues from step %d",
+                    *(each.save_id.step, each.reason, restored.save_id.step),
+                )
+        rejected = [each for each in self._restorer.rejected if not each.is_incomplete]
         if rejected:
             _log.warning(
                 "restore: the run continues from step %d. Newer steps were rejected: %s. The next save abandons them",

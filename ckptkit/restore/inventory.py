@@ -100,6 +100,28 @@ def is_whole(reports: Sequence[Sequence[Held]], save_id: SaveId) -> bool:
     return len(counts) == 1 and min(counts) <= len(held) and all(share in held for share in range(min(counts)))
 
 
+def uncommitted_by(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[int]:
+    """The processes that had not committed their share of a save when the job ended; none where the save lost a share.
+
+    A process keeps its slot of an older save until all have committed the newer one. So a share that nobody holds, of a
+    process whose older share is there, was never committed.
+    """
+    held, count = holders_of(reports, save_id), writers_of(reports, save_id)
+    if count > sum(len(each.shares) for report in reports for each in report):
+        return []  # counted first: a manifest may hold any number
+    lacking = [share for share in range(count) if share not in held]
+    if not lacking:
+        return []
+    older = {
+        share
+        for report in reports
+        for each in report
+        if each.save_id < save_id and each.count == count
+        for share, _ in each.shares
+    }
+    return lacking if older.issuperset(lacking) else []
+
+
 def distinct_shares(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[tuple[int, int]]:
     """One `(holder, share)` for each different set of boxes that somebody holds of a save."""
     chosen: dict[str, tuple[int, int]] = {}

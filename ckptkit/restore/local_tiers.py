@@ -78,13 +78,15 @@ class LocalTiers:
         self._events = events
         self._manifests = ManifestCache()
         self.refused: str | None = None  # what may not be read, at the last look: it is not absent
+        self.damaged = 0  # manifests, at the last look: what they recorded is not known
 
     def saves(self) -> dict[SaveId, LocalSave]:
         """Every save with a readable manifest on this host. Damage is reported in events."""
         found: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
-        self.refused = None
+        self.refused, self.damaged = None, 0
         for tier, host_dir in self._host_dirs.items():
             pairs, damaged = read_manifests(slot_directories(host_dir), self._manifests)
+            self.damaged += len(damaged)
             for error in damaged:
                 self._events.emit(Kind.REJECTED, step=error.step, tier=tier, reason=str(error))
                 self._note_refusal(error.__cause__, str(error))

@@ -28,6 +28,7 @@ class Candidate:
     durable: bool
     fast: bool
     refusal: str | None = None
+    uncommitted: str | None = None  # who had not committed it when the job ended: where it is not covered, this is why
 
     @property
     def where(self) -> str:

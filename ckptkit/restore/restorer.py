@@ -31,7 +31,7 @@ from ckptkit.restore.broadcast.cost_model import BroadcastChoice
 from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.execute import LocalRead, Shared, Verified
-from ckptkit.restore.inventory import Held, from_runs, holders_of, to_runs, writers_of
+from ckptkit.restore.inventory import Held, from_runs, holders_of, to_runs, uncommitted_by, writers_of
 from ckptkit.restore.local_tiers import Holdings, LocalSave
 from ckptkit.restore.plan import Candidate, RestorePlan
 from ckptkit.restore.prepare import Prepared, Preparer, only_by_orbax
@@ -44,6 +44,7 @@ from ckptkit.util.pages import PAGE_BYTES
 
 _T = TypeVar("_T")
 _log = logging.getLogger("ckptkit")
+_NAMED_MAX = 8  # processes, in one message
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
 
 
@@ -54,6 +55,7 @@ class Rejection:
     save_id: SaveId
     where: str
     reason: str
+    is_incomplete: bool = False  # some processes had not committed it when the job ended: nothing is damaged
 
     @property
     def is_damage(self) -> bool:
@@ -126,12 +128,19 @@ class Restorer:
                     continue
                 tried.add(candidate.save_id)
                 held = local.get(candidate.save_id), prepared.pop(candidate.save_id, None)
-                outcome = candidate.refusal or self._try(candidate, *held, wanted, caller)
+                refusal = candidate.refusal and (candidate.uncommitted or candidate.refusal)
+                outcome = refusal or self._try(candidate, *held, wanted, caller)
                 if isinstance(outcome, Restored):
                     rejected += _unidentified(candidates, above=candidate.save_id)
                     return outcome
-                rejected.append(Rejection(save_id=candidate.save_id, where=candidate.where, reason=outcome))
-                self._events.emit(Kind.REJECTED, step=candidate.save_id.step, tier=candidate.where, reason=outcome)
+                incomplete = outcome == candidate.uncommitted
+                rejected.append(
+                    Rejection(
+                        save_id=candidate.save_id, where=candidate.where, reason=outcome, is_incomplete=incomplete
+                    )
+                )
+                kind = Kind.INCOMPLETE if incomplete else Kind.REJECTED
+                self._events.emit(kind, step=candidate.save_id.step, tier=candidate.where, reason=outcome)
         if not rejected:
             what = f"step {step} was not found" if step is not None else "no step was found"
             raise StepNotFoundError(
@@ -170,11 +179,21 @@ class Restorer:
                 )
             self._reports = [[Held.from_json(entry) for entry in each["held"]] for each in reports]
             ranked = self._inventory.candidates(self._reports, step, looked_into, wanted.proves)
+            if not any(each["damaged"] for each in reports):  # a damaged manifest may be that of a share that lacks
+                ranked = [replace(each, uncommitted=self._uncommitted(each)) for each in ranked]
             return [{**asdict(candidate), "save_id": list(asdict(candidate.save_id).values())} for candidate in ranked]
 
-        said = {"held": report, "refused": self._inventory.local.refused}
+        local_tiers = self._inventory.local
+        said = {"held": report, "refused": local_tiers.refused, "damaged": local_tiers.damaged}
         agreed = self._coordinator.agree("candidates", said, rank)
         return [Candidate(**{**entry, "save_id": SaveId(*entry["save_id"])}) for entry in agreed]
+
+    def _uncommitted(self, candidate: Candidate) -> str | None:
+        """Why a save in fast tiers alone was not complete when the job ended, on process 0; None if it was."""
+        lacking = [] if candidate.durable else uncommitted_by(self._reports, candidate.save_id)
+        named = ", ".join(map(str, lacking[:_NAMED_MAX])) + ", ..." * (len(lacking) > _NAMED_MAX)
+        what = f"process{'es' * (len(lacking) > 1)} {named} had not committed it"
+        return f"not complete on all processes when the job ended: {what}" if lacking else None
 
     def _report(
         self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, Prepared], wanted: RestoreRequest
@@ -230,7 +249,8 @@ class Restorer:
         search = self._search(candidate, own, wanted)
         rejection, planned = self._together("plan", lambda: self._plan(search, prepared, wanted))
         if rejection is not None:
-            return rejection
+            is_covered = ItemNotFoundError.__name__ in rejection
+            return rejection if is_covered else candidate.uncommitted or rejection
         self._waits_for = f"the bytes of step {save_id.step}"
         shared, choice = self._broadcaster.share(planned, wanted.proves, caller)
         rejection, proven = self._together("restore", lambda: self._read(local, search, planned, wanted, shared))

@@ -42,6 +42,7 @@ def main() -> None:
         "lose": [
             job.lose_a_ramdisk,
             job.lose_a_shard,
+            job.end_between_commits,
             job.swap_hosts,
             job.damage_a_slot,
             job.return_with_an_old_ramdisk,
@@ -119,6 +120,7 @@ class Job:
                 },
                 "planned": [dict(e.fields) for e in events if e.kind == "restore_planned"],
                 "rejected": [e.fields["reason"] for e in events if e.kind == "restore_rejected"],
+                "incomplete": [e.fields["reason"] for e in events if e.kind == "restore_incomplete"],
             }
 
     def meet(self) -> None:
@@ -151,6 +153,18 @@ class Job:
         self.saved("shard", range(2), split=True)
         self.only(1, lambda: shutil.rmtree(self.slots("shard", 1)))
         self.found["lose_a_shard"] = self.restored("shard", None, 0, split=True)
+
+    def end_between_commits(self) -> None:
+        """Fully sharded, and killed when one process of two had committed its part of the last step."""
+        self.saved("between", range(2), split=True)
+
+        def take_back() -> None:
+            for name in ("newest.json", "step-000000000001-*.json"):
+                for path in self.slots("between", 1).glob(f"0/{name}"):
+                    path.unlink()
+
+        self.only(1, take_back)
+        self.found["end_between_commits"] = self.restored("between", None, 0, split=True)
 
     def swap_hosts(self) -> None:
         """The scheduler gave each process the other's host: what it wants is there."""

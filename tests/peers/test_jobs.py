@@ -72,6 +72,16 @@ def test_lost_shard_is_refused_before_any_read(found: list[dict[str, Any]]) -> N
         assert "process 1: CorruptCheckpointError: save 1@1.1: no source that this process can reach covers" in rejected
 
 
+def test_kill_between_two_commits_does_not_read_like_damage(found: list[dict[str, Any]]) -> None:
+    """An ordinary kill would be taken for corruption, and a healthy host be replaced."""
+    for process in act(found, "end_between_commits"):
+        assert (process["latest"], process["step"]) == (0, 0)
+        assert process["rejected"] == []
+        assert process["incomplete"] == [
+            "not complete on all processes when the job ended: process 1 had not committed it"
+        ]
+
+
 def test_swapped_hosts_restore_their_boxes_from_peers(found: list[dict[str, Any]]) -> None:
     """A scheduler that shuffles the hosts would cost every restart its fast tiers."""
     for process in act(found, "swap_hosts"):

@@ -24,6 +24,7 @@ from ckptkit.restore.inventory import (
     is_whole,
     part_of,
     to_runs,
+    uncommitted_by,
 )
 from ckptkit.restore.plan import rank_candidates
 from tests.restore.test_plan import manifest, never, rows
@@ -114,6 +115,21 @@ def test_save_is_complete_if_every_share_is_held() -> None:
 def test_save_of_impossibly_many_processes_is_incomplete() -> None:
     """A manifest that somebody has made up would take all memory of process 0 at the start of every job there."""
     assert not is_whole([[Held(save_id=SAVE, count=10**17, shares=((0, "a"),))]], SAVE)
+
+
+def test_share_that_was_never_committed_differs_from_a_lost_one() -> None:
+    """An ordinary kill between two commits would read like damage, and a host would be replaced for it."""
+    older = SaveId(SAVE.epoch, SAVE.step - 1, 0)
+
+    def report(process: int, *saves: SaveId, count: int = 2) -> list[Held]:
+        return [Held(save_id=save, count=count, shares=((process, "a"),)) for save in saves]
+
+    assert uncommitted_by([report(0, older), report(1, older, SAVE)], SAVE) == [0]
+    assert uncommitted_by([report(0, older, SAVE), report(1, older, SAVE)], SAVE) == [], "it is complete"
+    assert uncommitted_by([[], report(1, older, SAVE)], SAVE) == [], "the host of process 0 has lost everything"
+    assert uncommitted_by([report(0, SAVE), report(1, older)], older) == [], "newer slots tell nothing"
+    assert uncommitted_by([report(0, older, count=1), report(1, SAVE)], SAVE) == [], "of a smaller job"
+    assert uncommitted_by([report(0, older), report(1, SAVE, count=10**17)], SAVE) == [], "of nobody's job"
 
 
 def test_missing_box_error_names_its_leaf() -> None:
