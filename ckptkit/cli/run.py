@@ -19,6 +19,7 @@ from ckptkit.events import EventLog
 from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
 from ckptkit.launch.command import python_command
 from ckptkit.launch.follower import Follower
+from ckptkit.launch.imports import leading_imports
 from ckptkit.launch.logs import LogFiles
 from ckptkit.launch.policy import ExitCode
 from ckptkit.launch.roster import HostLimits, Roster
@@ -63,7 +64,7 @@ from ckptkit.launch.status import FORMAT, write_status
     "--preload",
     multiple=True,
     metavar="MODULE,...",
-    help="Import these before workers are forked [default: what the first attempt imports].",
+    help="Import these before workers are forked [default: what the job imports].",
 )
 @click.option("--no-preload", "skip", multiple=True, metavar="MODULE,...", help="Never import these before a fork.")
 @COLD
@@ -233,7 +234,7 @@ def _show_plan(
     elif warm.is_cold:
         start, why = "cold", "--cold"
     else:
-        start = "warm" if warm.preload else "warm after the first attempt"
+        start = "warm" if warm.preload or leading_imports(found) else "warm after the first attempt"
         why = f"{found.kind} {found.target}"
     if as_json:
         plan: dict[str, Any] = {

@@ -13,6 +13,7 @@ from typing import Any, final
 from ckptkit.launch import worker
 from ckptkit.launch.child import Child, Running, child_env, spawn, spawn_command
 from ckptkit.launch.command import PythonCommand, python_command
+from ckptkit.launch.imports import leading_imports
 from ckptkit.launch.standby import Standby, StandbyError
 from ckptkit.launch.workers import Hooks, Workers
 from ckptkit.util import heartbeat
@@ -40,6 +41,7 @@ class _Place:
 
     prefix: tuple[str, ...]
     standby: Standby | None = None
+    told: tuple[str, ...] = ()  # the modules that this template was told to import
     skipped: set[str] = field(default_factory=set)
     losses: int = 0
 
@@ -56,9 +58,10 @@ class LocalHost:
         self._say = hooks.say
         self._places: dict[tuple[str, ...], _Place] = {}
         self._command: PythonCommand | None = None
-        self._names: int | None = None  # a file of the modules that process 0 of this host imports
+        self._names: int | None = None  # a file of the modules that workers of this host import
         self._names_size, self._names_at_s = 0, 0.0
         self._modules: tuple[str, ...] = () if warm is None else tuple(filter(warm.allows, warm.preload))
+        self._learns = warm is not None and not warm.preload  # until the workers have imported all they need
         self._started_s = monotonic_s()
         self.children: list[Child] = []
         self._beats: dict[int, mmap.mmap] = {}
@@ -77,15 +80,19 @@ class LocalHost:
             self._start_cold(command, specs)
             return
         self._take_names()
+        if not self._modules and self._learns:
+            assert self._warm is not None
+            self._modules = tuple(filter(self._warm.allows, leading_imports(command)))
+        is_first = not self._places  # a template imports as fast as a worker would, and makes all later starts warm
         by_prefix: dict[tuple[str, ...], list[WorkerSpec]] = {}
         for spec in specs:
             by_prefix.setdefault(spec.prefix, []).append(spec)
         for prefix, theirs in by_prefix.items():  # all templates import at once
             place = self._places.setdefault(prefix, _Place(prefix=prefix))
-            if place.standby is not None or self._is_worth_waiting(theirs):
+            if place.standby is not None or is_first or self._is_worth_waiting(theirs):
                 self._ensure_template(prefix)
         for prefix, theirs in by_prefix.items():
-            self._start_at(self._places[prefix], command, theirs)
+            self._start_at(self._places[prefix], command, theirs, is_first)
         self._started_s = monotonic_s()
 
     def tick(self) -> None:
@@ -98,10 +105,13 @@ class LocalHost:
                 self._names_size, self._names_at_s = size, monotonic_s()
             elif size and monotonic_s() - self._names_at_s > self._quiet_s():
                 self._take_names()
+                self._learns = False
         is_settled = self._has_stepped() or monotonic_s() - self._started_s > _QUIET_WITHOUT_STEPS_S
         for place in self._places.values():
             if place.standby is not None or place.losses or is_settled:  # before, it would slow down the start
                 self._ensure_template(place.prefix)
+            if is_settled:
+                self._grow(place)
 
     def _has_stepped(self) -> bool:
         return any(self.beats().values())
@@ -118,12 +128,14 @@ class LocalHost:
         self._modules = self._modules or tuple(modules)
 
     def preload(self, modules: Sequence[str], command: PythonCommand) -> None:
-        """Makes a template before any worker has run here: a spare waits warm."""
+        """Makes a template before any worker has run here, or adds to its modules: a spare waits warm."""
         if self._warm is None or self._warm.is_cold:
             return
-        self.learn(modules)
+        self._modules = tuple(dict.fromkeys((*self._modules, *modules)))
         self._command = command
         self._ensure_template(())
+        if (place := self._places.get(())) is not None:
+            self._grow(place)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -169,14 +181,14 @@ class LocalHost:
         self.children.append(Child(spec.process, running, self._on_output, self._on_error))
 
     def _take_names(self) -> None:
-        """Takes the modules that process 0 of this host has imported so far as those that a template will import."""
-        if self._names is None or self._modules:
+        """Adds the modules that workers of this host have imported so far to those of a template."""
+        if self._names is None:
             return
         names = os.pread(self._names, _NAMES_BYTES_MAX, 0).decode(errors="replace").split("\n")[:-1]
         os.close(self._names)
         self._names = None
         assert self._warm is not None
-        self._modules = tuple(dict.fromkeys(name for name in names if self._warm.allows(name)))
+        self._modules = tuple(dict.fromkeys((*self._modules, *(name for name in names if self._warm.allows(name)))))
 
     def _ensure_template(self, prefix: tuple[str, ...]) -> None:
         place = self._places.setdefault(prefix, _Place(prefix=prefix))
@@ -189,9 +201,21 @@ class LocalHost:
             modules = [name for name in self._modules if name not in place.skipped]
             try:
                 place.standby = Standby(self._command, modules, self._env, prefix=prefix)
+                place.told = self._modules
             except (StandbyError, OSError) as error:
                 self._say(f"no template: {error}")
                 self._stay_cold()
+
+    def _grow(self, place: _Place) -> None:
+        """Has a template import what it was not told yet, while the job trains."""
+        if place.standby is None or place.told == self._modules:
+            return
+        modules = [name for name in self._modules if name not in place.told and name not in place.skipped]
+        place.told = self._modules
+        try:
+            place.standby.grow(modules)
+        except StandbyError as error:
+            self._give_up(place, error)
 
     def _give_up(self, place: _Place, error: StandbyError) -> None:
         """The next template does without the module that made this one unusable. Five templates are tried at most.
@@ -216,12 +240,15 @@ class LocalHost:
             place.standby.close()
             place.standby = None
 
-    def _start_at(self, place: _Place, command: PythonCommand, specs: Sequence[WorkerSpec]) -> None:
-        while place.standby is not None and (place.standby.was_ready or self._is_worth_waiting(specs)):
+    def _start_at(self, place: _Place, command: PythonCommand, specs: Sequence[WorkerSpec], is_first: bool) -> None:
+        waits = is_first or self._is_worth_waiting(specs)
+        while place.standby is not None and (place.standby.was_ready or waits):
             try:
                 place.standby.wait_until_ready()
             except StandbyError as error:
                 self._give_up(place, error)
+                if is_first and self._learns:
+                    break  # nobody asked for these modules: the job does not wait for another try
                 self._ensure_template(place.prefix)
                 continue
             try:
@@ -235,34 +262,39 @@ class LocalHost:
 
     def _fork(self, standby: Standby, command: PythonCommand, specs: Sequence[WorkerSpec]) -> None:
         beats = [self._new_beats(spec) for spec in specs]
+        noted = {} if (names := self._names_file()) is None else {"imports": names}
         orders = [
-            {**self._order(command, spec), "environment": dict(spec.environment), "files": ["beats"]} for spec in specs
+            {**self._order(command, spec), "environment": dict(spec.environment), "files": ["beats", *noted]}
+            for spec in specs
         ]
         try:
-            for spec, running in zip(specs, standby.fork(orders, [[fd] for fd in beats]), strict=True):
+            files = [[fd, *noted.values()] for fd in beats]
+            for spec, running in zip(specs, standby.fork(orders, files), strict=True):
                 self._add(spec, running)
         finally:
             for fd in beats:
                 os.close(fd)
 
     def _start_cold(self, command: PythonCommand, specs: Sequence[WorkerSpec]) -> None:
+        noted = {} if (names := self._names_file()) is None else {"imports": names}
         for spec in specs:
-            beats = self._new_beats(spec)
-            order = {**self._order(command, spec), "beats": beats}
-            if self._names is None and not self._modules and self._warm is not None and not self._warm.is_cold:
-                self._names = os.memfd_create("ckptkit-imports", os.MFD_CLOEXEC)
-                self._names_size = 0
-                order["imports"] = self._names
+            files = {"beats": self._new_beats(spec), **noted}
             paper = os.memfd_create("ckptkit-order", os.MFD_CLOEXEC)
             try:
-                os.write(paper, json.dumps(order).encode())
+                os.write(paper, json.dumps({**self._order(command, spec), **files}).encode())
                 os.lseek(paper, 0, os.SEEK_SET)
                 argv = [*spec.prefix, command.interpreter, *command.options, worker.__file__, "direct", str(paper)]
-                fds = [paper, beats, *([order["imports"]] if "imports" in order else [])]
-                self._add(spec, spawn(argv, {**self._env, **spec.environment}, fds=fds))
+                self._add(spec, spawn(argv, {**self._env, **spec.environment}, fds=[paper, *files.values()]))
             finally:
                 os.close(paper)
-                os.close(beats)
+                os.close(files["beats"])
+
+    def _names_file(self) -> int | None:
+        """Where workers note what they import; None where that is known already."""
+        if self._names is None and self._learns and self._warm is not None and not self._warm.is_cold:
+            self._names = os.memfd_create("ckptkit-imports", os.MFD_CLOEXEC)
+            self._names_size = 0
+        return self._names
 
     def _order(self, command: PythonCommand, spec: WorkerSpec) -> dict[str, Any]:
         own = python_command(spec.argv)  # placeholders may be in any word

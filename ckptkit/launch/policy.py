@@ -84,9 +84,9 @@ class Loss:
 class WarmStart:
     """Workers that run Python are forked from a template that has imported `preload`.
 
-    Without `preload`, the template imports what the first attempt imported, and the first start is cold. `skip` names
-    modules (and packages with all that is below them) that must not be imported before a fork. `is_cold`: every start
-    is cold.
+    Without `preload`, the template imports what the first statements of the script import, and later what the first
+    attempt imported besides. The first start is cold if the script imports nothing first. `skip` names modules (and
+    packages with all that is below them) that must not be imported before a fork. `is_cold`: every start is cold.
     """
 
     preload: tuple[str, ...] = ()

@@ -36,13 +36,14 @@ class HostLimits:
 
 @dataclass(eq=False, slots=True)
 class RemoteHost:
-    """An agent that has connected. `attempt`: the one that its workers belong to, None while they do not run."""
+    """An agent that has connected. `attempt`: the one that its workers belong to, None while they do not run.
+    `told`: how many modules it knows that a template imports."""
 
     name: str
     rank: int
     connection: Connection
     attempt: int | None = None
-    warm: bool = False
+    told: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +147,12 @@ class Roster:
             self._reports = deque(each for each in self._reports if each.kind in ("preempted", "stop"))
 
     def warm_spares(self, modules: Sequence[str]) -> None:
-        """Tells hosts that wait what a template of this job imports."""
+        """Tells hosts what a template of this job imports, as far as they do not know it."""
         with self._lock:
-            cold = [host for host in self._hosts if not host.warm]
-            for host in cold:
-                host.warm = True
-        for host in cold:
+            behind = [host for host in self._hosts if host.told < len(modules)]
+            for host in behind:
+                host.told = len(modules)
+        for host in behind:
             host.connection.send({"do": "preload", "modules": list(modules)})
 
     def close(self, code: int) -> None:

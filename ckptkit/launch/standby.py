@@ -52,7 +52,7 @@ class Standby:
         prefix: Sequence[str] = (),
     ):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._ready = False
+        self._awaited, self._ready = 1, False  # answers of the template; whether it has sent one
         self._seen = {name: env.get(name) for name in _HIDES_DEVICES}
         self._socket, theirs = socket.socketpair()
         try:
@@ -78,13 +78,18 @@ class Standby:
             selector.register(self._socket, selectors.EVENT_READ)
             while selector.select(0):
                 self._note_ready(self._receive(Deadline(_FORK_LIMIT_S)))
-        return self._ready
+        return not self._awaited
 
     def wait_until_ready(self) -> None:
         """Returns once it has imported everything; raises `StandbyError` where it never will."""
         deadline = Deadline(IMPORT_LIMIT_S)
-        while not self._ready:
+        while self._awaited:
             self._note_ready(self._receive(deadline))
+
+    def grow(self, modules: Sequence[str]) -> None:
+        """Has it import more modules. It cannot fork until then."""
+        self._send({"modules": list(modules)})
+        self._awaited += 1
 
     def fork(self, orders: Sequence[Mapping[str, Any]], files: Sequence[Sequence[int]]) -> list[Running]:
         """Starts one worker for each order, with its open `files`; raises `StandbyError` where none was started.
@@ -122,7 +127,7 @@ class Standby:
     def _note_ready(self, message: Mapping[str, Any]) -> None:
         if message.get("unsafe") is not None:
             raise StandbyError(str(message["unsafe"]), culprit=message.get("culprit"))
-        self._ready = True
+        self._awaited, self._ready = self._awaited - 1, True
 
     def _send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         body = json.dumps(message).encode()

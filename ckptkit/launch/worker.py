@@ -187,6 +187,7 @@ class _Recorder:
 
     def __init__(self, fd: int):
         self._fd = fd
+        os.set_inheritable(fd, False)
         self._process = os.getpid()  # a child of the worker imports for itself
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
@@ -246,18 +247,12 @@ class _Template:
         _die_with(setup["agent"])
         _enter(setup["command"])
         self._open_before = _open_files()
-        started_s = time.monotonic()
-        imported, failed = self._import(setup["modules"])
-        gc.collect()
-        gc.freeze()  # a collection in a worker would copy every page that it marks
-        self._files = _files_of_modules()
-        reason = self._why_not()
-        seconds = round(time.monotonic() - started_s, 3)
-        self._send({"imported": imported, "failed": failed, "seconds": seconds, "unsafe": reason})
-        if reason is not None:
-            os._exit(0)
+        self._import(setup["modules"])
         while True:
             request, fds = self._receive()
+            if "modules" in request:
+                self._import(request["modules"])
+                continue
             reason = self._why_not(frozenset(map(str, fds))) or self._changed()
             if reason is not None:
                 self._send({"unsafe": reason})
@@ -268,21 +263,28 @@ class _Template:
             for fd in fds:
                 os.close(fd)
 
-    def _import(self, names: list[str]) -> tuple[int, list[str]]:
+    def _import(self, names: list[str]) -> None:
+        """Imports modules and reports that. Ends the process where it may not be forked any more."""
+        started_s = time.monotonic()
         failed = []
         counter = _ThreadCounter()
+        threads = self._threads
         sys.meta_path.insert(0, counter)
         for name in names:
             try:
                 importlib.import_module(name)
             except BaseException as error:  # noqa: BLE001  what a module raises here it will raise in the worker too
                 failed.append(f"{name}: {type(error).__name__}")
-            self._threads = 1 + counter.started
+            self._threads = threads + counter.started
             if (reason := self._why_not()) is not None:
                 self._send({"unsafe": f"importing {name}: {reason}", "culprit": name})
                 os._exit(0)
         sys.meta_path.remove(counter)
-        return len(sys.modules), failed
+        gc.collect()
+        gc.freeze()  # a collection in a worker would copy every page that it marks
+        self._files = _files_of_modules()
+        seconds = round(time.monotonic() - started_s, 3)
+        self._send({"imported": len(sys.modules), "failed": failed, "seconds": seconds})
 
     def _why_not(self, received: frozenset[str] = frozenset()) -> str | None:
         """Why this process must not be forked; None where it may. `received` are the workers' own files."""
