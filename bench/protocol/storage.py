@@ -146,7 +146,7 @@ class SimArena:
         """See `Arena.resize`."""
         return slots != len(self._slots)
 
-    def reserve(self, size_bytes: int) -> None:
+    def reserve(self, size_bytes: int, turn: Callable[[], None]) -> None:
         """See `Arena.reserve`."""
 
     def _free(self) -> SimSlot | None:

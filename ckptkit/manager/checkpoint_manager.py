@@ -211,9 +211,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Does not wait for the slots. Leaves may be abstract (`jax.ShapeDtypeStruct` with shardings), so it can be called
         right after the manager is made. Call it before the first save. That save otherwise pays for the first touch of
         its slot's memory (0.3 to 5 GB/s), and for the description of the leaves (15 microseconds each), which is done
-        when this returns. `restore` makes the slots by itself. Raises `StoreFullError` if a tier, or host memory, has
-        no room for all its slots; the message has the bytes needed and free, and a remedy. Does nothing for items that
-        slots cannot hold.
+        when this returns. `restore` makes the slots by itself: after the next step (the next `save` or `should_save`),
+        5 s after the restore at the latest. Raises `StoreFullError` if a tier, or host memory, has no room for all its
+        slots; the message has the bytes needed and free, and a remedy. Does nothing for items that slots cannot hold.
         """
         self._saver.prepare(args)
 

@@ -39,6 +39,7 @@ from ckptkit.util import clock
 
 _log = logging.getLogger("ckptkit")
 _NAMED_MAX = 20  # steps, in one message
+_FIRST_STEP_S = 5.0  # that the step after a restore has the processors for itself
 _REASON_CHARS_MAX = 400  # of a rejection, in a log line; the event has all of it
 
 
@@ -60,7 +61,12 @@ class Resumer:
         self, step: int | None, wanted: RestoreRequest, began: Began, about: str, *, trusted: TrustedKey | None = None
     ) -> Any:
         """See `CheckpointManager.restore`. `about` names the call."""
-        restored = self._restored(step, wanted, about, trusted=trusted)
+        slots = self._components.pipeline.slots
+        slots.hold()
+        try:
+            restored = self._restored(step, wanted, about, trusted=trusted)
+        finally:
+            slots.hold(_FIRST_STEP_S)
         if wanted.args is None:
             self._components.history.metadata_index.restored_as_saved()
         return self._take_over(restored, began)
@@ -69,6 +75,7 @@ class Resumer:
         self, step: int | None, wanted: RestoreRequest, began: Began, about: str, *, trusted: TrustedKey | None = None
     ) -> RestoreHandle:
         """See `CheckpointManager.restore_async`. `about` names the call."""
+        self._components.pipeline.slots.hold()
         self._pending = RestoreHandle(
             lambda caller: self._restored(step, wanted, about, caller, trusted=trusted),
             lambda restored: self._take_over(restored, began),
@@ -202,6 +209,7 @@ class Resumer:
     def _settled(self, handle: RestoreHandle) -> None:
         if self._pending is handle:
             self._pending = None
+            self._components.pipeline.slots.hold(_FIRST_STEP_S)
 
     def _restored(
         self,

@@ -32,6 +32,8 @@ from ckptkit.util import unproven
 from ckptkit.util.clock import Deadline
 from ckptkit.util.gc_pause import collection_paused
 
+_RESTORE_FOLLOWS_S = 1.0  # at most, after `prepare` of a run that has steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastTurn:
@@ -102,6 +104,7 @@ class Saver:
     def entered(self, step: int) -> Iterator[Call]:
         """A call of `save`, from its first line on: where it raises, the other processes drop the save at once."""
         call = Call(self._branch.enter(step))
+        self._pipeline.slots.go_on()  # the step after a restore is done
         self._decider.begin(call.name)
         try:
             yield call
@@ -112,6 +115,7 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Whether an un-forced save of `step` would be taken for any tier."""
+        self._pipeline.slots.go_on()
         self._decider.begin("asked." + self._branch.enter(step, "should_save"))
         return self._decider.refusal(step, last=self._ledger.latest_step(), force=False) is None and bool(
             self._due(step, force=False, reached=self._reached_preemption(step))
@@ -119,6 +123,8 @@ class Saver:
 
     def prepare(self, args: Any) -> None:
         """Makes the slots that saves of `args` need. See `CheckpointManager.prepare`."""
+        if self._ledger.latest_step() is not None:
+            self._pipeline.slots.hold(_RESTORE_FOLLOWS_S)
         default_item = not isinstance(args, ocp.args.Composite)
         by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
         abstract = abstract_items(by_name, default_item=default_item)

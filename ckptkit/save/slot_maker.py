@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import final
 
 from ckptkit.errors import CheckpointError
@@ -11,6 +12,9 @@ from ckptkit.save.protocol import Machinery
 from ckptkit.save.records import SaveTargets
 from ckptkit.save.retention import Retention
 from ckptkit.slots.arena import Arena
+from ckptkit.util.clock import Deadline
+
+_LOOK_S = 0.1
 
 
 @final
@@ -23,6 +27,9 @@ class SlotMaker:
         self._outcomes = outcomes
         self._prepared_bytes = 0
         self._worker = machinery.make_worker("ckptkit-arena", waiting_max=4)
+        self._turn = threading.Event()  # the thread may work
+        self._turn.set()
+        self._held: Deadline | None = None
 
     def prepare(self, slot_bytes: int, share_bytes: int, transfer_bytes: int = 0) -> None:
         """Begins to make the slots of every fast tier in the background, for saves of `slot_bytes` on this process and
@@ -50,7 +57,7 @@ class SlotMaker:
 
         def reserve(arena: Arena, tier: str) -> None:
             try:
-                arena.reserve(slot_bytes)
+                arena.reserve(slot_bytes, self._wait_for_turn)
             except (CheckpointError, OSError) as error:
                 self._outcomes.degraded(None, tier, error)
 
@@ -60,13 +67,34 @@ class SlotMaker:
         for peer_arena in self._peer_arenas:
             self._worker.submit(lambda peer_arena=peer_arena: reserve(peer_arena, PEER))
 
+    def hold(self, limit_s: float | None = None) -> None:
+        """The thread stops between two pieces of its work until `go_on`, for `limit_s` at most.
+
+        A restore, and the first step after it, need the processors and memory for themselves. To fault in slots of 4.5
+        GB took a quarter of the processor time from a loss to the next step (bench/LOG.md, 2026-11-23).
+        """
+        self._held = None if limit_s is None else Deadline(limit_s)
+        self._turn.clear()
+
+    def go_on(self) -> None:
+        """Ends `hold`."""
+        self._turn.set()
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until all slots are made; False when `timeout_s` passed first."""
+        self.go_on()
         return self._worker.wait_idle(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finishes what is under way and joins the thread; False where it still runs after `timeout_s`."""
+        self.go_on()
         return self._worker.close(timeout_s)
+
+    def _wait_for_turn(self) -> None:
+        while not self._turn.is_set():
+            if (held := self._held) is not None and held.passed:
+                return
+            self._turn.wait(_LOOK_S)
 
     @property
     def _peer_arenas(self) -> tuple[Arena, ...]:

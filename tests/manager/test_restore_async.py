@@ -11,6 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.manager import restore, save
+from ckptkit.slots import arena
 from tests.states import abstract, assert_same, make_state, restore_args, save_args
 
 
@@ -47,6 +49,30 @@ def held(tmp_path: Path) -> Iterator[Held]:
     yield held
     held.go.set()
     held.manager.close()
+
+
+@pytest.mark.parametrize("ends", ["a call of the loop", "its limit"])
+def test_slots_are_made_after_the_step_that_follows_a_restore(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of slots would be faulted in beside the restore and the first step, which take a third longer then."""
+    monkeypatch.setattr(save, "_RESTORE_FOLLOWS_S", 60.0)
+    monkeypatch.setattr(restore, "_FIRST_STEP_S", 60.0 if ends == "a call of the loop" else 0.0)
+    made: list[int] = []
+    monkeypatch.setattr(arena, "populate", lambda memory, between: made.append(memory.nbytes))
+    tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), save=ckptkit.EverySteps(10), slots=3)]
+    with ckptkit.CheckpointManager(tmp_path / "durable", tiers=tiers) as first:
+        first.save(0, args=save_args(make_state(0), 0))
+    made.clear()
+    with ckptkit.CheckpointManager(tmp_path / "durable", tiers=tiers) as manager:
+        manager.prepare(save_args(abstract(make_state()), 0))
+        restored = manager.restore_async(None, args=restore_args(abstract(make_state()))).result()
+        if ends == "a call of the loop":
+            assert not made
+            manager.should_save(1)
+        assert_same(restored["state"], make_state(0))
+        assert manager._pipeline.slots._worker.wait_idle(60)
+        assert len(made) == 3
 
 
 def test_restore_async_does_not_block_the_caller(held: Held) -> None:
