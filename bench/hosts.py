@@ -103,7 +103,7 @@ class Job:
 
     def wait_warm(self, attempt: int) -> None:
         """Waits until the attempt has made some steps, and every host has a template with nothing left to import."""
-        self.wait(lambda: self.status().get("stepped") == attempt, f"a step of attempt {attempt}")
+        self.wait(lambda: self.status().get("newest_attempt_with_steps") == attempt, f"a step of attempt {attempt}")
         self.wait(lambda: _steps(self.home, attempt) >= _STEPS_MIN, f"{_STEPS_MIN} steps of attempt {attempt}")
         self.wait(lambda: len(self.templates()) == len(self.agents), "a template on each host")
         quiet = (0.0, time.monotonic())
@@ -169,7 +169,7 @@ def _killed(job: Job, what: Victim, victim: int, attempt: int) -> dict[str, Any]
         "noticed_s": round(loss["at_s"] - killed_s, 3),
         "ended_s": round(loss["at_s"] - killed_s + loss["ended_s"], 3),
         "next_step_s": round(max(first) - killed_s, 3),
-        "repeated_steps": max(0, back["reached"] - back["step"] + 1),
+        "repeated_steps": back["repeated"],
     }
 
 

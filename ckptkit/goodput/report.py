@@ -84,8 +84,9 @@ DEFINITIONS = (
 class Disruption:
     """One loss: what it cost, and how long until steps came out again (None: they never did).
 
-    `resume_s` runs to the end of the first step of a later attempt, `caught_up_s` to the end of the first
-    step that had not been done before; `resume_parts_s` splits `resume_s`.
+    `lost_steps` were done before the loss and are done again. `resume_s` runs from the loss to the end of the first
+    step of a later attempt, `caught_up_s` to the end of the first step that had not been done before; `resume_parts_s`
+    splits `resume_s`. A loss of unknown moment counts from the moment at which the launcher noticed it.
     """
 
     attempt: int
@@ -262,7 +263,10 @@ def _disruption(
     preempted = any(each.was_preempted for each in attempts if each.number == number)
     done = {step for a in attempts if a.number <= number for step, _ in a.steps}
     later = [pair for a in attempts if a.number > number for pair in a.steps]
-    at_s = loss.at_s if loss else max(a.last_s for a in attempts if a.number == number)
+    if loss:
+        at_s = loss.at_s - loss.fields.get("detect_s", 0.0)
+    else:
+        at_s = max(a.last_s for a in attempts if a.number == number)
     resumed_s = min((span.at_s for _, span in later), default=None)
     caught_up_s = min((span.at_s for step, span in later if step > max(done, default=-1)), default=None)
     fields = loss.fields if loss else {}

@@ -59,7 +59,7 @@ def strides_of(events: Iterable[Event]) -> list[Stride]:
     from_s: float | None = None  # when the loop went on
     step: int | None = None  # the last one that was done
     reopened = False  # a manager was made since
-    for call in _calls(events):
+    for call in _calls(_without_announced(list(events))):
         named, restored = call.saved, call.restored
         if restored is None and named is not None and step is not None and named < step and not reopened:
             continue
@@ -73,6 +73,12 @@ def strides_of(events: Iterable[Event]) -> list[Stride]:
         reopened &= named is None
         from_s, step = call.end_s, next((each for each in (restored, named) if each is not None), step)
     return found
+
+
+def _without_announced(events: list[Event]) -> Iterator[Event]:
+    """A call of `save` is recorded when it begins. Where its span was recorded too, the span alone counts."""
+    spans = {e.step for e in events if e.kind == Kind.SPAN and e.fields["span"] == "checkpoint_save"}
+    return (e for e in events if e.kind != Kind.CALLED or e.fields["call"] != "save" or e.step not in spans)
 
 
 def _calls(events: Iterable[Event]) -> Iterator[_Call]:

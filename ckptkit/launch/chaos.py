@@ -223,15 +223,18 @@ class Chaos:
 
     def _take_status(self, status: Mapping[str, Any]) -> None:
         with self._lock:
-            back = status.get("stepped") == self._attempt
+            back = status.get("newest_attempt_with_steps") == self._attempt
             found = status["recoveries"][self._recoveries :]
             self._recoveries += len(found)
             if self._pending is not None and back and self._pending.attempt < self._attempt:
-                self._pending.back_s = monotonic_s() - self._begun_s - self._pending.at_s
+                if self._pending.back_s is None:
+                    self._pending.back_s = monotonic_s() - self._begun_s - self._pending.at_s
                 self._pending = None
-            for each in found:
-                if self._injected and each["reached"] is not None:
-                    self._injected[-1].repeated = max(0, each["reached"] - each["step"] + 1)
+            for each in found if self._injected else ():
+                last = self._injected[-1]
+                last.repeated = each["repeated"]
+                if last.fault.kind in ("kill", "host"):  # the loss is the fault: the launcher knows both ends better
+                    last.back_s = each["seconds"]
             if back and self._pending is None:
                 self._stepping.set()
 

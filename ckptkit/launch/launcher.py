@@ -215,11 +215,14 @@ class Launcher:
         self._status.running(attempt, {child.process: child.pid for child in self._children}, self._total)
 
     def _tell_loss(self, attempt: int, loss: Loss) -> None:
+        noticed_s = monotonic_s()
+        lost_s = self._killed_s.get(loss.process, noticed_s)  # by `kill`: nobody else's moment is known
         fields: dict[str, Any] = {"wiped": self._wiped.get(loss.process, ())}
-        if loss.process in self._killed_s:  # by `kill`: nobody else's moment is known
-            fields["detect_s"] = round(monotonic_s() - self._killed_s[loss.process], 6)
+        if loss.process in self._killed_s:
+            fields["detect_s"] = round(noticed_s - lost_s, 6)
         if self._watch is not None:
-            self._watch.lost()
+            self._take_beats(self._watch)  # the last steps before the loss
+            self._watch.lost(lost_s)
         self._events.emit(Kind.DISRUPTED, attempt=attempt, lost=loss.process, cause=loss.cause, **fields)
         self._status.lost(attempt, loss.process, loss.cause)
         self._say(f"attempt {attempt}: process {loss.process} was lost ({loss.cause})")
@@ -260,6 +263,8 @@ class Launcher:
                 self._pass_on(self._to_pass.pop(0))
             if self._watch is not None and (hung := self._look(self._watch)) is not None:
                 return hung
+        if self._watch is not None:
+            self._take_beats(self._watch)  # the last steps of the attempt
         return None
 
     def _others_run(self) -> bool:
@@ -293,13 +298,7 @@ class Launcher:
         self._local.tick()
         if self._roster is not None and self._local.modules:
             self._roster.warm_spares(self._local.modules)
-        beats = self._local.beats()
-        if (back := watch.recovery(beats)) is not None:
-            self._say(back.text)
-            self._status.recovered(back.attempt, back.seconds, back.step, back.reached)
-        hung = watch.look(beats)
-        if watch.has_stepped:
-            self._status.stepped(watch.attempt)
+        hung = self._take_beats(watch)
         if hung is None:
             return None
         process, pause_s = hung
@@ -309,6 +308,17 @@ class Launcher:
             self._roster.tell("dump")
         self._wait([], _DUMP_S)
         return Loss(process=process, returncode=-signal.SIGSTOP, why=f"no step for {pause_s:.0f} s")
+
+    def _take_beats(self, watch: Watch) -> tuple[int, float] | None:
+        """Shows what the newest beats tell; returns the worker that hangs, and its pause."""
+        beats = self._local.beats()
+        if (back := watch.recovery(beats)) is not None:
+            self._say(back.text)
+            self._status.recovered(back)
+        hung = watch.look(beats)
+        if watch.has_stepped:
+            self._status.stepped(watch.attempt, watch.reached)
+        return hung
 
     @staticmethod
     def _silent(loss: Loss, alive: Sequence[Child]) -> Loss:

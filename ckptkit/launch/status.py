@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from ckptkit.util.clock import wall_s
+from ckptkit.launch.watch import Recovery
+from ckptkit.util.clock import monotonic_s, wall_s
 
 FORMAT = "ckptkit/run/1"
+_STEPS_EVERY_S = 1.0
 
 
 @final
@@ -21,6 +24,7 @@ class Status:
 
     def __init__(self, show: Callable[[dict[str, Any]], None]):
         self._show = show
+        self._next_s, self._shown_step = 0.0, None
         self._now: dict[str, Any] = {"state": "starting", "agent": os.getpid(), "losses": [], "recoveries": []}
 
     def running(self, attempt: int, pids: Mapping[int, int], processes: int) -> None:
@@ -38,14 +42,18 @@ class Status:
         *before, last = self._now["losses"]
         self._change(losses=[*before, {**last, "ended_s": round(seconds, 3)}])
 
-    def stepped(self, attempt: int) -> None:
-        """The attempt has made its first step."""
-        if self._now.get("stepped") != attempt:
-            self._change(stepped=attempt)
+    def stepped(self, attempt: int, step: int | None) -> None:
+        """The attempt has made a step, and process 0 has reached `step`. Shown once a second at most."""
+        changed = {"newest_attempt_with_steps": attempt, "step": step}
+        is_first = self._now.get("newest_attempt_with_steps") != attempt
+        self._now |= changed
+        if is_first or (self._shown_step != step and monotonic_s() >= self._next_s):
+            self._next_s, self._shown_step = monotonic_s() + _STEPS_EVERY_S, step
+            self._change(**changed)
 
-    def recovered(self, attempt: int, seconds: float, step: int, reached: int | None) -> None:
-        """The job makes steps again, from `step`; before the loss it had reached `reached`."""
-        found = {"attempt": attempt, "seconds": round(seconds, 3), "step": step, "reached": reached}
+    def recovered(self, back: Recovery) -> None:
+        """The job makes steps again."""
+        found = {**asdict(back), "repeated": back.repeated}
         self._change(recoveries=[*self._now["recoveries"], found][-self.KEPT :])
 
     def ended(self, code: int) -> None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import final
 
 from ckptkit.launch.policy import HangPolicy
-from ckptkit.util.clock import monotonic_s
+from ckptkit.util.clock import monotonic_s, time_text
 from ckptkit.util.heartbeat import Beats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """A job that makes steps again: `seconds` after the loss was noticed it finished step `step`. Before the loss the
-    newest step was `reached` (None: there was none)."""
+    """A job that makes steps again: `seconds` after the loss its process 0 finished step `step`, the first one again.
+    Before the loss its newest step was `reached` (None: there was none). `ckptkit goodput` counts both in this way."""
 
     attempt: int
     seconds: float
@@ -24,10 +24,13 @@ class Recovery:
     @property
     def text(self) -> str:
         """One line for a person."""
-        repeated = (
-            "" if self.reached is None or self.reached < self.step else f"; steps {self.step} to {self.reached} again"
-        )
-        return f"attempt {self.attempt}: step {self.step} is done {self.seconds:.1f} s after the loss{repeated}"
+        repeated = f"; steps {self.step} to {self.reached} again" if self.repeated else ""
+        return f"attempt {self.attempt}: step {self.step} is done {time_text(self.seconds)} after the loss{repeated}"
+
+    @property
+    def repeated(self) -> int:
+        """The steps that were done before the loss and are done again."""
+        return 0 if self.reached is None else max(0, self.reached - self.step + 1)
 
 
 @final
@@ -47,13 +50,13 @@ class Watch:
         """An attempt begins."""
         self.attempt, self._is_back, self.has_stepped = attempt, False, False
 
-    def lost(self) -> None:
-        """The attempt was lost, now."""
-        self._lost_at_s = monotonic_s()
+    def lost(self, at_s: float) -> None:
+        """The attempt was lost at this time of the monotonic clock."""
+        self._lost_at_s = at_s
 
     @property
     def reached(self) -> int | None:
-        """The newest step of all attempts."""
+        """The newest step of process 0, in all attempts."""
         return self._reached
 
     def look(self, beats: Mapping[int, Beats | None]) -> tuple[int, float] | None:
@@ -67,23 +70,21 @@ class Watch:
         self.has_stepped = True
         self._longest_s = max([self._longest_s, *(each.longest_s for each in known.values())])
         if self._is_back or self._lost_at_s is None:
-            self._reached = max(each.step for each in known.values())
+            self._reached = known[min(known)].step
         process = min(known, key=lambda each: (known[each].count, known[each].at_s))
         pause_s = monotonic_s() - max(each.at_s for each in known.values())
         is_hung = self._hang is not None and pause_s > self._hang.limit_after(self._longest_s)
         return (process, pause_s) if is_hung else None
 
     def recovery(self, beats: Mapping[int, Beats | None]) -> Recovery | None:
-        """The return from the last loss, once: when every worker here has made a step."""
-        if self._lost_at_s is None or self._is_back or not beats:
-            return None
-        known = [each for each in beats.values() if each is not None]
-        if len(known) < len(beats):
+        """The return from the last loss, once: when process 0 has made a step."""
+        first = beats[min(beats)] if beats else None
+        if self._lost_at_s is None or self._is_back or first is None:
             return None
         found = Recovery(
             attempt=self.attempt,
-            seconds=max(each.first_s for each in known) - self._lost_at_s,
-            step=min(each.first_step for each in known),
+            seconds=round(max(0.0, first.first_s - self._lost_at_s), 3),
+            step=first.first_step,
             reached=self._reached,
         )
         self._is_back = True

@@ -39,7 +39,7 @@ from ckptkit.save.ledger import StepRecord
 from ckptkit.save.under_way import described, exit_drain
 from ckptkit.schedule.preemption import LastSave
 from ckptkit.store.roots import root_url
-from ckptkit.util import clock, heartbeat
+from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
 from ckptkit.verification import Scrub
 
@@ -179,7 +179,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `restore_async`.
         """
         began, step = Began(), saved_step_number(step)
-        heartbeat.beat(step)
         with self._account.saving(step, self._pipeline.under_way) as account, self._saver.entered(step) as call:
             self._resumer.refuse_while_pending("save")
             self._pipeline.outcomes.raise_failure(in_save=True)
@@ -220,7 +219,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def should_save(self, step: int) -> bool:
         """Whether `save(step)` would take the step for any tier. All processes ask together, as with `save`."""
         step = step_number(step)
-        heartbeat.beat(step)
         self._account.called(step, "should_save")
         return self._saver.is_due(step)
 

@@ -35,7 +35,7 @@ from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.request import RestoreRequest, request_of
 from ckptkit.restore.restorer import Rejection, Restored, Restorer
 from ckptkit.store import open_store
-from ckptkit.util import clock
+from ckptkit.util import clock, heartbeat
 
 _log = logging.getLogger("ckptkit")
 _NAMED_MAX = 20  # steps, in one message
@@ -241,6 +241,7 @@ class Resumer:
         history, pipeline = self._components.history, self._components.pipeline
         history.branch.continue_from(restored.save_id)
         pipeline.outcomes.go_on()
+        heartbeat.resumed(restored.save_id.step)
         if restored.proven:
             history.ledger.verified(restored.save_id)
         if not self._settings.options.read_only:  # no save follows there: nothing to prepare

@@ -12,7 +12,7 @@ from typing import Any
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.tiers import PEER, Tier
 from ckptkit.save.under_way import SavesUnderWay, described
-from ckptkit.util import clock
+from ckptkit.util import clock, heartbeat
 from ckptkit.util.waits import Meter, is_watched, told
 
 _log = logging.getLogger("ckptkit")
@@ -61,6 +61,8 @@ class RunAccount:
         A person who watches sees how far the saves `under_way` have come: the call may wait for the one before.
         """
         call, begun_s, failed = SaveCall(), clock.monotonic_s(), True
+        if step is not None:
+            self.called(step, "save")  # before the save: a loss in it does not lose sight of the step
         seen = under_way if self._progress and is_watched() else None
         try:
             with nullcontext() if seen is None else told(_text_of(seen, "save "), show=True):
@@ -69,10 +71,7 @@ class RunAccount:
         finally:
             duration_s = clock.monotonic_s() - begun_s
             if call.taken or failed or duration_s >= _NOTICED_S:
-                self._seen = step if step is not None else self._seen
                 self._span("checkpoint_save", step, duration_s, failed=failed)
-            elif step is not None:
-                self.called(step, "save")
 
     @contextmanager
     def waiting(self, under_way: SavesUnderWay) -> Iterator[None]:
@@ -106,7 +105,11 @@ class RunAccount:
             self._events.emit(Kind.CLOSED, **fields)
 
     def called(self, step: int, call: str) -> None:
-        """The loop called the manager about `step`. Recorded once for a step, if the loop does not record its steps."""
+        """The loop called the manager about `step`. Recorded once for a step, if the loop does not record its steps.
+
+        The launcher sees the same steps: it counts those that a loss cost as `ckptkit goodput` does.
+        """
+        heartbeat.beat(step)
         if step != self._seen and not self._events.tells_steps:
             self._events.emit(Kind.CALLED, step=step, call=call)
         self._seen = step

@@ -46,6 +46,12 @@ def beat(step: int, *, done: bool = False) -> None:
         _marker.mark(step, done)
 
 
+def resumed(step: int) -> None:
+    """The loop continues after the restored `step`: the next step is the first that it makes again."""
+    if _marker is not None:
+        _marker.resumed = step
+
+
 class _Marker:
     def __init__(self, shared: mmap.mmap):
         self._shared = shared
@@ -54,6 +60,7 @@ class _Marker:
         self._count, self._at_s, self._longest_s = 0, 0.0, 0.0
         self._step, self._first_step, self._first_s = -1, -1, 0.0
         self._loop_counts = False
+        self.resumed: int | None = None
 
     def mark(self, step: int, done: bool) -> None:
         if (step, done) == self._newest or os.getpid() != self._process:  # again, or a data worker's copy of this
@@ -62,9 +69,10 @@ class _Marker:
         if self._count:
             self._longest_s = max(self._longest_s, now_s - self._at_s)
         else:
-            self._first_step, self._first_s = step, now_s
+            after_restore = self.resumed is not None and self.resumed < step
+            self._first_step, self._first_s = (self.resumed or 0) + 1 if after_restore else step, now_s
         if done and not self._loop_counts:
-            self._loop_counts, self._first_step = True, step
+            self._loop_counts, self._first_step, self._first_s = True, step, now_s
         if done or not self._loop_counts:
             self._step = step
         self._newest, self._count, self._at_s = (step, done), self._count + 1, now_s

@@ -143,6 +143,9 @@ def test_resume_phases_add_up_when_restore_overlaps_compile() -> None:
         Phase.FIRST_STEP: 0.75,
     }
     assert math.fsum(loss.phases_s.values()) == pytest.approx(9.5)
+    (disruption,) = goodput_report(logs).disruptions
+    assert disruption.resume_s == pytest.approx(9.5), "from the kill, as the launcher counts it"
+    assert math.fsum(disruption.resume_parts_s.values()) == pytest.approx(9.5)
 
 
 def test_step_is_lost_once_to_the_loss_that_undid_it() -> None:

@@ -18,6 +18,7 @@ from ckptkit.events import Event, EventLog, Kind, read_events
 from ckptkit.goodput import Part, goodput_report, load_run
 from ckptkit.goodput.runs import attempts_of
 from ckptkit.goodput.signs import strides_of, usual_step_s
+from ckptkit.manager.run_account import RunAccount
 from tests.goodput.test_goodput import at, parts, span
 
 EVERY = ocp.CheckpointManagerOptions(save_interval_steps=1)
@@ -286,6 +287,23 @@ def test_manager_tells_of_its_calls(tmp_path: Path) -> None:
     assert found[-1].kind == Kind.CLOSED
     assert found[-1].fields == {}
     assert goodput_report(load_run(tmp_path / "run")).goodput.distinct_steps == 7
+
+
+def test_step_of_a_save_that_a_loss_cut_off_is_in_the_log(tmp_path: Path) -> None:
+    """Breaks when the launcher counts a step that was done before the loss and `goodput` does not."""
+    events = EventLog(tmp_path / "attempt-0-process-0.jsonl")
+    with RunAccount(events, progress=False).saving(5) as call:
+        (begun,) = read_events(tmp_path / "attempt-0-process-0.jsonl")
+        call.taken = True
+    assert (begun.kind, begun.step) == (Kind.CALLED, 5)
+
+
+def test_save_that_announces_its_call_is_one_stride() -> None:
+    """Breaks when the wait of a save for its own step is no part of the step."""
+    restored, done = at(Kind.RESTORED, 10.0, step=4), save(5, 13.0, 14.0)
+    begun = at(Kind.CALLED, 12.0, step=5, call="save")
+    assert strides_of([restored, begun, done]) == strides_of([restored, done])
+    assert [stride.end_s for stride in strides_of([restored, begun])] == [12.0]
 
 
 def test_step_spans_replace_the_calls(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ckptkit.launch.chaos import Chaos, ChaosRun, Injected
 from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
 from ckptkit.launch.harm import FullDisk, LocalBucket, flipped
 from ckptkit.launch.status import write_status
+from ckptkit.util.clock import time_text
 from tests.mounts import Mounts
 
 # A job that counts to 40 in a file, goes on from there, and says at its end what it has counted: its "state".
@@ -243,7 +244,7 @@ def test_running_job_is_hit_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFix
     job_script.write_text(job_script.read_text().replace("while count < 40:", until_hit))
     command = [sys.executable, "-m", "ckptkit.cli", *words, sys.executable, str(job_script), str(tmp_path / "job")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
-        while not status.exists() or "stepped" not in status.read_text():
+        while not status.exists() or "newest_attempt_with_steps" not in status.read_text():
             assert job.poll() is None, "it ended before its first step"
             time.sleep(0.02)
         hit = ["chaos", "--attach", str(status), "--faults", "1", "--mtbf", "0.01", "--wipe", f"{ram}:1", "--json"]
@@ -311,7 +312,12 @@ def test_command_reports_each_fault_and_compares_the_end(tmp_path: Path, capfd: 
     """The reader would have to find out from logs whether the job is what it would have been."""
     words = ("--faults", "2", "--mtbf", "0.05", "--compare", "--json")
     assert main(chaos_command(tmp_path, *words)) == 0
-    told = json.loads(capfd.readouterr().out)
+    shown = capfd.readouterr()
+    told = json.loads(shown.out)
+    lines = [line for line in shown.err.splitlines() if "after the loss" in line]
+    assert [line.split(" is done ")[1].split(" after ")[0] for line in lines] == [
+        time_text(each["back_s"]) for each in told["faults"]
+    ], "one figure for one loss"
     assert told["state"] == "equal"
     assert told["code"] == 0
     assert [each["fault"]["kind"] for each in told["faults"]] == ["kill", "kill"]

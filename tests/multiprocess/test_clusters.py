@@ -103,7 +103,7 @@ def kill_a_worker_that_steps(status: Path, shown: Callable[[], str]) -> int:
     """Waits for the first step, and kills the last worker of the job."""
     while "JobState=PENDING" in shown() or "JobState=RUNNING" in shown():
         found = json.loads(status.read_text()) if status.exists() else {}
-        if found.get("stepped") == 0:
+        if found.get("newest_attempt_with_steps") == 0:
             worker = found["workers"][-1]
             os.kill(worker["pid"], signal.SIGKILL)
             return worker["process"]

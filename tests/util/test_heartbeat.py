@@ -33,6 +33,15 @@ def test_a_loop_that_only_saves_is_followed_by_its_saves(beats: Callable[[], Bea
     assert (found.count, found.first_step, found.step) == (3, 7, 9)
 
 
+def test_first_step_after_a_restore_is_the_one_after_the_restored(beats: Callable[[], Beats | None]) -> None:
+    """A loop that calls the manager every 10 steps repeats 10 steps where its first call seems to be 1."""
+    heartbeat.resumed(30)
+    heartbeat.beat(40)
+    found = beats()
+    assert found is not None
+    assert (found.first_step, found.step) == (31, 40)
+
+
 @pytest.mark.parametrize("asks_first", [False, True])
 def test_steps_have_the_numbers_of_the_loop_and_not_those_of_saves(
     beats: Callable[[], Beats | None], asks_first: bool
