@@ -135,6 +135,7 @@ def _unchanged(result: Mapping[str, Any]) -> Iterable[Row]:
         ("commit_s", "durable commit that takes over the files of leaves that did not change", "shared_s"),
         ("whole_commit_s", "the same with every file written", "whole_s"),
         ("bytes", "bytes written by such a commit", "shared_bytes"),
+        ("search_cpu_share", "processor time of the search for such leaves, of a whole commit's", "search_cpu_share"),
     )
     cases = [(place, *each) for place, cases in result["places"].items() for each in cases.items()]
     for place, case, found in cases:
@@ -145,7 +146,7 @@ def _unchanged(result: Mapping[str, Any]) -> Iterable[Row]:
                 figure=figure,
                 meaning=meaning,
                 ours=found[key],
-                samples=len(found["samples"]["shared"]),
+                samples=len(found["samples"]["shared"]["s"]),
                 load=load_of(result),
             )
 

@@ -3,7 +3,8 @@
 Each of the two states is saved by two managers that take turns in the same process. One writes every byte of every step
 (`shared_steps_max=1`); the other takes over the data files of leaves that did not change. The time of a commit is from
 `save` to the end of `wait_until_finished`. In a bucket, which is the shipped one on loopback, the bytes are those that
-its server received.
+its server received. Times of equal writes differ by more than the search for unchanged leaves takes. So the processor
+time of the search is measured by itself, and the calls that write are counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import jax
@@ -25,7 +27,9 @@ import orbax.checkpoint as ocp
 
 import ckptkit
 from bench.environment import environment, store_result
+from bench.measure import cpu_s
 from ckptkit import DurableProfile
+from ckptkit.durable.cells.unchanged import Sharing
 from ckptkit.testing.bucket import BucketServer
 
 _LEAVES = 30
@@ -43,36 +47,61 @@ def _state(megabytes: int, step: int, *, frozen: bool) -> dict[str, jax.Array]:
 
 
 def measure(root: str, megabytes: int, repeats: int, *, frozen: bool, sent: Any) -> dict[str, Any]:
-    """Median seconds and bytes of a durable commit, written whole and with shared files. `sent(url, step)` is how many
-    bytes a step took."""
+    """What a durable commit costs, written whole and with shared files: medians, and all samples. `sent(url, step)` is
+    how many bytes a step took."""
     profiles = {"whole": DurableProfile(shared_steps_max=1), "shared": DurableProfile(shared_steps_max=1000)}
-    seconds: dict[str, list[float]] = {name: [] for name in profiles}
-    took: dict[str, list[int]] = {name: [] for name in profiles}
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in profiles}
     with ExitStack() as stack:
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
         managers = {
             name: stack.enter_context(ckptkit.CheckpointManager(f"{root}/{name}", options=options, durable=profile))
             for name, profile in profiles.items()
         }
+        searched = stack.enter_context(_search_timed())
         for step in range(_WARM_UP + repeats):
             state = _state(megabytes, step, frozen=frozen)
             for name in sorted(managers, reverse=bool(step % 2)):
                 sent(None, None)
-                began_s = time.monotonic()
+                before = _used() | {"search_cpu_s": searched[0]}
                 managers[name].save(step, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
                 managers[name].wait_until_finished()
-                if step >= _WARM_UP:
-                    seconds[name].append(time.monotonic() - began_s)
-                    took[name].append(sent(f"{root}/{name}", step))
-    whole, shared = (statistics.median(seconds[name]) for name in ("whole", "shared"))
+                after = _used() | {"search_cpu_s": searched[0]}
+                used = {"bytes": sent(f"{root}/{name}", step), **{key: after[key] - before[key] for key in before}}
+                for key, value in used.items() if step >= _WARM_UP else ():
+                    samples[name].setdefault(key, []).append(value)
+    medians = {f"{name}_{key}": statistics.median(taken) for name in profiles for key, taken in samples[name].items()}
     return {
-        "whole_s": round(whole, 3),
-        "shared_s": round(shared, 3),
-        "times_as_fast": round(whole / shared, 2),
-        "whole_bytes": statistics.median(took["whole"]),
-        "shared_bytes": statistics.median(took["shared"]),
-        "samples": seconds,
+        **{name: round(value, 6) for name, value in medians.items()},
+        "times_as_fast": round(medians["whole_s"] / medians["shared_s"], 2),
+        "search_cpu_share": round(medians["shared_search_cpu_s"] / medians["whole_cpu_s"], 6),
+        "samples": samples,
     }
+
+
+def _used() -> dict[str, float]:
+    calls = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["syscw"]
+    return {"s": time.monotonic(), "cpu_s": cpu_s(), "write_calls": int(calls)}
+
+
+@contextmanager
+def _search_timed() -> Iterator[list[float]]:
+    """The processor time so far of what looks for leaves that did not change, and takes their files over."""
+    spent = [0.0]
+
+    def timed(method: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return method(*arguments)
+            finally:
+                spent[0] += time.thread_time() - began_s
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("begin", "take_over", "wrote", "committed"):
+            stack.enter_context(mock.patch.object(Sharing, name, timed(getattr(Sharing, name))))
+        yield spent
 
 
 def _written_on_disk(url: str | None, step: int | None) -> int:

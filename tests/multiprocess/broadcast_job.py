@@ -182,7 +182,8 @@ class Job:
         chunks = {"w": ocp.SaveArgs(chunk_byte_size=ROWS_OF_A_CELL * ROWS[1] * 4)}
         with self.manager("rows") as manager:
             manager.save(0, args=ocp.args.StandardSave(state, save_args=chunks))  # pyright: ignore[reportCallIssue]
-        self.found["rows"] = {"step": str(self._root / "rows" / "0")}
+        staged = [event.fields["bytes"] for event in self._events if event.kind == "staged"][-1]
+        self.found["rows"] = {"step": str(self._root / "rows" / "0"), "staged": staged}
 
     def replicas_inside_a_process(self) -> None:
         """Eight replicas: each process has two."""

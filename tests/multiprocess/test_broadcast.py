@@ -72,6 +72,8 @@ def test_rows_of_one_leaf_are_written_by_all_its_holders(found: Found) -> None:
     leaf_bytes, cell_bytes = math.prod(ROWS) * 4, ROWS_OF_A_CELL * ROWS[1] * 4
     records = 8192  # of the tree of each process
     assert max(written) <= leaf_bytes / PROCESSES + cell_bytes + records, written
+    # The replicas are compared byte by byte, so each process has all of them: docs/decisions/0012.
+    assert [each["rows"]["staged"] for each in found] == [leaf_bytes] * PROCESSES
     target = {"w": jax.ShapeDtypeStruct(ROWS, np.float32, sharding=SingleDeviceSharding(jax.devices()[0]))}
     restored = ocp.StandardCheckpointer().restore(step / "default", target)["w"]
     assert (np.asarray(restored) == np.arange(math.prod(ROWS), dtype=np.float32).reshape(ROWS)).all()
