@@ -27,7 +27,7 @@ class Assembly:
         self._targets = targets
         self._lock = threading.Lock()
         self._missing = {
-            key: {box: wanted for wanted in target.boxes for box in pieces_of(wanted, cells[key])}
+            key: {box: wanted for wanted in target.form.boxes for box in pieces_of(wanted, cells[key])}
             for key, target in targets.items()
         }
         self._blocks: dict[Key, dict[Box, np.ndarray]] = {key: {} for key in targets}
@@ -46,12 +46,12 @@ class Assembly:
 
     def missing_bytes(self) -> int:
         """Their bytes."""
-        sizes = [(np.dtype(self._targets[key].dtype).itemsize, boxes) for key, boxes in self.missing().items()]
+        sizes = [(np.dtype(self._targets[key].form.dtype).itemsize, boxes) for key, boxes in self.missing().items()]
         return sum(itemsize * box.size for itemsize, boxes in sizes for box in boxes)
 
     def piece(self, piece: Piece) -> np.ndarray:
         """Memory for a piece that comes in parts."""
-        return empty_block(piece.box.shape, np.dtype(self._targets[piece.key].dtype))
+        return empty_block(piece.box.shape, np.dtype(self._targets[piece.key].form.dtype))
 
     def deliver(self, key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
         """Takes proven pieces of a leaf; one that came before is left out."""
@@ -73,6 +73,7 @@ class Assembly:
 
     def _place(self, key: Key) -> None:
         target, blocks = self._targets[key], self._blocks.pop(key)
-        if not target.size:
-            blocks = {box: empty_block(box.shape, np.dtype(target.dtype)) for box in target.boxes}
-        self.leaves[key] = place(target, {box: blocks[box] for box in target.boxes})
+        form = target.form
+        if not form.size:
+            blocks = {box: empty_block(box.shape, np.dtype(form.dtype)) for box in form.boxes}
+        self.leaves[key] = place(target, {box: blocks[box] for box in form.boxes})

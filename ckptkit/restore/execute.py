@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -67,6 +68,11 @@ class LocalRead:
         """All that `prepared` plans, less what `shared` has already."""
         if shared is not None and shared.failure is not None:
             raise shared.failure
+        plan = prepared.plan if shared is None else _rest(prepared, shared)
+        with collection_paused() if plan.is_brief else nullcontext():
+            return self._read(prepared, plan, proves, shared)
+
+    def _read(self, prepared: Prepared, plan: RestorePlan, proves: VerifySelection, shared: Shared | None) -> Verified:
         by_key = {target.key: target for target in prepared.targets}
         kept = prepared.kept
         placer = Placer()
@@ -86,9 +92,8 @@ class LocalRead:
             return landed.pop(key)  # once: who reads it again after a bad source has memory of its own
 
         for target in prepared.targets:
-            if not target.boxes and target.key[0] in kept:  # no device of this process holds any of it
+            if not target.form.boxes and target.key[0] in kept:  # no device of this process holds any of it
                 placer.add(target, {})
-        plan = prepared.plan if shared is None else _rest(prepared, shared)
         large = dict.fromkeys([r.key for r in plan.reads if r.nbytes >= DEVICE_BUFFER_BYTES and r.key[0] in kept])
         landed = device_buffers_of(by_key[key] for key in large if assembly is None or key not in assembly)
         durable = len(plan.tiers) - 1

@@ -9,6 +9,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple, final
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from ckptkit.model.boxes import Box
 from ckptkit.restore.plan import Key
-from ckptkit.restore.tree import Target
+from ckptkit.restore.tree import Form, Target
 from ckptkit.snapshot import describe
 from ckptkit.util.pages import ALIGNMENT_BYTES, advise_huge, empty_block
 from ckptkit.util.sharing import SMALL_BYTES
@@ -33,6 +34,7 @@ DEVICE_BUFFER_BYTES = 1 << 20  # leaves from it on get memory of their device
 _SMALL_BATCH = 512  # leaves that are placed together
 BATCH_BYTES = 128 << 20  # of blocks whose transfers are dispatched together
 _Leaf = tuple[Target, Mapping[Box, np.ndarray]]
+_ByForm = dict[Form, tuple[list[Key], list[Mapping[Box, np.ndarray]]]]
 
 
 class DeviceBuffer(np.ndarray):
@@ -45,12 +47,14 @@ def device_buffers_of(targets: Iterable[Target]) -> dict[Key, DeviceBuffer]:
     """Device buffers for the leaves of `targets` that can have one (`can_allocate`); none where JAX cannot."""
     by_sharding: dict[Any, list[Target]] = {}
     for target in targets:
-        if target.sharding is not None and can_allocate(target.shape, np.dtype(target.dtype), target.sharding):
-            by_sharding.setdefault(target.sharding, []).append(target)
+        form = target.form
+        if form.sharding is not None and can_allocate(form.shape, np.dtype(form.dtype), form.sharding):
+            by_sharding.setdefault(form.sharding, []).append(target)
     found: dict[Key, DeviceBuffer] = {}
     for sharding, several in by_sharding.items():
         try:
-            blocks = allocate_buffers([(target.shape, np.dtype(target.dtype)) for target in several], sharding)
+            wanted = [(target.form.shape, np.dtype(target.form.dtype)) for target in several]
+            blocks = allocate_buffers(wanted, sharding)
         except Exception as error:  # noqa: BLE001 - experimental: without it a restore is slower, and no less right
             _log.debug("restored arrays take over the memory that is read into: %s", error)
             return found
@@ -110,17 +114,18 @@ def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     want, each gets a copy. On other backends the blocks are transferred (`Placer`), under any `jax.transfer_guard`:
     the caller has asked for it.
     """
-    if not is_transferred(target):
-        return _placed([(target, blocks)])[target.key]
+    if not is_transferred(target.form):
+        (leaf,) = dict(_placed({target.form: ([target.key], [blocks])})).values()
+        return leaf
     (array,) = _transferred([(target, blocks)], Counter())
     return array
 
 
-def is_transferred(target: Target) -> bool:
-    """Whether the leaf has boxes on devices of this process that have memory of their own."""
-    if target.sharding is None or not target.boxes:
+def is_transferred(form: Form) -> bool:
+    """Whether leaves of this form have boxes on devices of this process that have memory of their own."""
+    if form.sharding is None or not form.boxes:
         return False
-    return _local_devices(target.sharding)[1]
+    return _local_devices(form.sharding)[1]
 
 
 @lru_cache(maxsize=4096)
@@ -145,35 +150,41 @@ class Placer:
         self._waiting: list[_Leaf] = []
         self._waiting_bytes = 0
         self._load = Counter[Any]()
+        self._forms: dict[Form, tuple[bool, int]] = {}  # whether its leaves are transferred, and their bytes
         self._under_way: deque[list[Any]] = deque()
-        self._small: list[_Leaf] = []
+        self._small: _ByForm = {}
+        self._small_count = 0
 
     def add(self, target: Target, blocks: Mapping[Box, np.ndarray]) -> None:
         """Places a leaf now, or with others."""
-        nbytes = sum([block.nbytes for block in blocks.values()])
-        if is_transferred(target):
+        form = target.form
+        if (known := self._forms.get(form)) is None:
+            self._forms[form] = known = (is_transferred(form), sum(block.nbytes for block in blocks.values()))
+        transferred, nbytes = known
+        if transferred:
             with self._lock:
                 self._waiting.append((target, blocks))
                 self._waiting_bytes += nbytes
                 if self._waiting_bytes >= BATCH_BYTES:
                     self._dispatch()
         elif nbytes >= SMALL_BYTES:
-            self.leaves[target.key] = _placed([(target, blocks)])[target.key]
+            self.leaves.update(_placed({form: ([target.key], [blocks])}))
         else:
             with self._lock:
-                self._small.append((target, blocks))
-                if len(self._small) < _SMALL_BATCH:
+                _add(self._small, target, blocks)
+                self._small_count += 1
+                if self._small_count < _SMALL_BATCH:
                     return
-                together, self._small = self._small, []
-            self.leaves |= _placed(together)
+                together, self._small, self._small_count = self._small, {}, 0
+            self.leaves.update(_placed(together))
 
     def finish(self) -> None:
         """Dispatches what waits. Waits for no transfer."""
         with self._lock:
             self._dispatch()
             self._under_way.clear()
-            self.leaves |= _placed(self._small)
-            self._small = []
+            self.leaves.update(_placed(self._small))
+            self._small, self._small_count = {}, 0
 
     def _dispatch(self) -> None:
         batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
@@ -189,13 +200,13 @@ class Placer:
 def _transferred(batch: Sequence[_Leaf], load: Counter[Any]) -> list[Any]:
     """Leaves on accelerators by two calls: each block to one of the devices that want it, the one with the least `load`
     in bytes so far, and from there to the others."""
-    holding = [_holding(target) for target, _ in batch]
+    holding = [_holding(target.form) for target, _ in batch]
     sent: list[tuple[np.ndarray, Any]] = []
     relayed: list[tuple[int, Any]] = []
     placed: list[list[tuple[Any, int, bool]]] = []  # of each leaf: device, index, and whether that is of `relayed`
     for (target, blocks), boxes in zip(batch, holding, strict=True):
-        assert target.sharding is not None
-        kind, shards = target.sharding.memory_kind, []
+        assert target.form.sharding is not None
+        kind, shards = target.form.sharding.memory_kind, []
         for box, devices in boxes.items():
             first = min(devices, key=lambda device: load[device])
             load[first] += blocks[box].nbytes
@@ -212,67 +223,84 @@ def _transferred(batch: Sequence[_Leaf], load: Counter[Any]) -> list[Any]:
     made = []
     for (target, _), shards in zip(batch, placed, strict=True):
         by_device = {device: (others if is_relayed else firsts)[index] for device, index, is_relayed in shards}
-        assert target.sharding is not None
-        ordered = [by_device[device] for device in target.sharding.addressable_devices_indices_map(target.shape)]
-        array = jax.make_array_from_single_device_arrays(target.shape, target.sharding, ordered)
-        made.append(_wrapped(target, array))
+        form = target.form
+        assert form.sharding is not None
+        ordered = [by_device[device] for device in form.sharding.addressable_devices_indices_map(form.shape)]
+        array = jax.make_array_from_single_device_arrays(form.shape, form.sharding, ordered)
+        made.append(_wrapped(form, array))
     return made
 
 
-def _holding(target: Target) -> dict[Box, list[Any]]:
+def _holding(form: Form) -> dict[Box, list[Any]]:
     """The local devices that want each box."""
-    assert target.sharding is not None
+    assert form.sharding is not None
     holding: dict[Box, list[Any]] = {}
-    for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
-        holding.setdefault(Box.of_index(index or (), target.shape), []).append(device)
+    for device, index in form.sharding.addressable_devices_indices_map(form.shape).items():
+        holding.setdefault(Box.of_index(index or (), form.shape), []).append(device)
     return holding
 
 
-def _placed(leaves: Sequence[_Leaf]) -> dict[Key, Any]:
+def _add(by_form: _ByForm, target: Target, blocks: Mapping[Box, np.ndarray]) -> None:
+    if (alike := by_form.get(target.form)) is None:
+        by_form[target.form] = alike = ([], [])
+    alike[0].append(target.key)
+    alike[1].append(blocks)
+
+
+def _placed(by_form: _ByForm) -> Iterable[tuple[Key, Any]]:
     """Leaves in host memory, or on devices that share it."""
-    shared = [each for each in leaves if _is_shared(*each)]
-    copied = dict(zip((target.key for target, _ in shared), _unaligned([blocks for _, blocks in shared]), strict=True))
-    forms: dict[Any, _Form] = {}
     with jax.transfer_guard_host_to_device("allow"):  # once for all: it takes 3 microseconds
-        return {target.key: _array(target, copied.get(target.key, blocks), forms) for target, blocks in leaves}
+        return chain.from_iterable(
+            [zip(keys, _arrays(form, several), strict=True) for form, (keys, several) in by_form.items()]
+        )
 
 
-def _is_shared(target: Target, blocks: Mapping[Box, np.ndarray]) -> bool:
-    """Whether several devices want a block, so that each needs memory of its own."""
-    return target.sharding is not None and 0 < len(blocks) < _local_devices(target.sharding)[0]
+def _arrays(form: Form, several: Sequence[Mapping[Box, np.ndarray]]) -> list[Any]:
+    """Leaves of one form. The first one is made by JAX's public function, which takes 7 microseconds more than what it
+    comes to; the others are made like it, if this JAX has that function where it was."""
+    sharding, shape = form.sharding, form.shape
+    if sharding is None:
+        own = form.kind in ("numpy", "jax")
+        return [block if own else block.item() for blocks in several for block in blocks.values()]
+    if not form.boxes:  # no device of this process holds a shard
+        return [
+            _wrapped(form, jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=np.dtype(form.dtype)))
+            for _ in several
+        ]
+    if len(form.boxes) < _local_devices(sharding)[0]:  # several devices want a box: each needs memory of its own
+        several = list(_unaligned(several))
+    made: list[Any] = []
+    put, like = batched_device_put, None
+    for blocks in several:
+        only = next(iter(blocks.values()))
+        if isinstance(only, DeviceBuffer) and sharding.num_devices == 1 and only.array is not None:
+            array = only.array
+        elif put is not None and like is not None:
+            parts = [only] if len(like.devices) == 1 else [blocks[box] for box in like.boxes]
+            array = put(like.aval, sharding, parts, like.devices)
+        else:
+            array = _by_callback(form, blocks)
+            like = _like(form, array) if array.dtype == only.dtype else None
+        made.append(array)
+    return [_wrapped(form, array) for array in made] if form.key_impl else made
 
 
-class _Form(NamedTuple):
-    """The common part of arrays of one shape, dtype and sharding. A state of thousands has few of them."""
+class _Like(NamedTuple):
+    """What JAX takes for another array of one form."""
 
     aval: Any
     devices: tuple[Any, ...]  # of this process
     boxes: tuple[Box, ...]  # that they hold
 
 
-def _array(target: Target, blocks: Mapping[Box, np.ndarray], forms: dict[Any, _Form]) -> Any:
-    """One leaf. The first of each form is made by JAX's public function, which takes 7 microseconds more than what it
-    comes to; the others are made like it, if this JAX has that function where it was."""
-    sharding, shape = target.sharding, target.shape
-    if sharding is None:
-        (block,) = blocks.values()
-        return block if target.kind in ("numpy", "jax") else block.item()
-    if not blocks:  # no device of this process holds a shard
-        nothing = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=np.dtype(target.dtype))
-        return _wrapped(target, nothing)
-    only = next(iter(blocks.values()))
-    if isinstance(only, DeviceBuffer) and sharding.num_devices == 1 and only.array is not None:
-        return _wrapped(target, only.array)
-    form = forms.get(key := (shape, only.dtype, sharding))
-    if form is not None and batched_device_put is not None:
-        array = batched_device_put(form.aval, sharding, [blocks[box] for box in form.boxes], form.devices)
-    else:
-        array = jax.make_array_from_callback(shape, sharding, lambda index: blocks[Box.of_index(index or (), shape)])
-        if array.dtype == only.dtype:
-            places = sharding.addressable_devices_indices_map(shape)
-            boxes = tuple(Box.of_index(index or (), shape) for index in places.values())
-            forms[key] = _Form(array.aval, tuple(places), boxes)
-    return _wrapped(target, array)
+def _by_callback(form: Form, blocks: Mapping[Box, np.ndarray]) -> jax.Array:
+    shape = form.shape
+    return jax.make_array_from_callback(shape, form.sharding, lambda index: blocks[Box.of_index(index or (), shape)])
+
+
+def _like(form: Form, array: jax.Array) -> _Like:
+    places = array.sharding.addressable_devices_indices_map(form.shape)
+    return _Like(array.aval, tuple(places), tuple(Box.of_index(index or (), form.shape) for index in places.values()))
 
 
 def _unaligned(several: Sequence[Mapping[Box, np.ndarray]]) -> Iterator[Mapping[Box, np.ndarray]]:
@@ -290,6 +318,6 @@ def _unaligned(several: Sequence[Mapping[Box, np.ndarray]]) -> Iterator[Mapping[
         yield copies
 
 
-def _wrapped(target: Target, array: jax.Array) -> jax.Array:
+def _wrapped(form: Form, array: jax.Array) -> jax.Array:
     """Keys with their type: JAX adds it without a program."""
-    return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
+    return jax.random.wrap_key_data(array, impl=form.key_impl) if form.key_impl else array

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.boxes import Box, missing_elements
-from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, itemsize_of
+
+_BRIEF_BYTES = 1 << 30  # takes seconds from any store
 
 Key = tuple[str, tuple[str, ...]]  # item, path of the leaf
 
@@ -45,14 +47,17 @@ class Source:
     remote: bool = False  # reads wait for an answer: many at a time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoxRead:
-    """One wanted box and the sources that cover it, cheapest first: (index of the source, the records to read)."""
+_Records = tuple[tuple[LeafRecord, BoxRecord], ...]
+Covering = tuple[tuple[int, _Records], ...]  # the index of each source, and the records to read
+
+
+class BoxRead(NamedTuple):  # thousands are made: a dataclass takes four times as long
+    """One wanted box and the sources that cover it, cheapest first."""
 
     key: Key
     wanted: Box
     nbytes: int  # of the wanted box
-    sources: tuple[tuple[int, tuple[tuple[LeafRecord, BoxRecord], ...]], ...]
+    sources: Covering
 
     @property
     def dtype(self) -> np.dtype:
@@ -78,6 +83,16 @@ class RestorePlan:
         """The reads from a source if every first choice verifies, in this order: item, leaf, record, box."""
         asked = [read for read in in_reading_order(self.reads) if read.sources[0][0] == source]
         return [(read.key[0], *record, read.wanted) for read in asked for record in read.sources[0][1]]
+
+    @property
+    def waits(self) -> bool:
+        """Whether a first choice is a source that answers later."""
+        return any(self.remote) and any(self.remote[read.sources[0][0]] for read in self.reads)
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether it is read in seconds."""
+        return not self.waits or sum([read.nbytes for read in self.reads]) <= _BRIEF_BYTES
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes that the plan reads from each tier if every first choice verifies."""
@@ -155,17 +170,19 @@ def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: 
 
     Raises `CorruptCheckpointError` naming the first box that nothing covers.
     """
-    held = [_records_by_leaf(source, save_id) for source in sources]
-    reads = []
+    held = list(enumerate([_records_by_leaf(source, save_id) for source in sources]))
+    reads: list[BoxRead] = []
+    sizes: dict[int, list[int]] = {}  # by the `id` of the boxes, which leaves of one form share
     for key, boxes in wanted.items():
-        for box in boxes:
-            covering = tuple(
-                [  # no generator, here and below: it is made for every box
-                    (index, records)
-                    for index, leaves in enumerate(held)
-                    if (records := _covering(leaves.get(key, ()), box)) is not None
-                ]
-            )
+        if (found := sizes.get(id(boxes))) is None:
+            sizes[id(boxes)] = found = [box.size for box in boxes]
+        for box, size in zip(boxes, found, strict=True):
+            covering: Covering = ()
+            for index, leaves in held:
+                there = leaves.get(key, ())
+                exact = len(there) == 1 and there[0][1].box == box  # most boxes
+                if (records := there if exact else _covering(there, box)) is not None:
+                    covering += ((index, records),)
             if not covering:
                 raise CorruptCheckpointError(
                     f"save {save_id}: no source that this process can reach covers leaf {key[0]}:{'.'.join(key[1])}, "
@@ -173,8 +190,7 @@ def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: 
                     step=save_id.step,
                 )
             records = covering[0][1]
-            nbytes = box.size * records[0][0].itemsize if records else 0
-            reads.append(BoxRead(key=key, wanted=box, nbytes=nbytes, sources=covering))
+            reads.append(BoxRead(key, box, size * itemsize_of(records[0][0].dtype) if records else 0, covering))
     return RestorePlan(
         save_id=save_id,
         tiers=tuple(source.tier for source in sources),
@@ -183,13 +199,15 @@ def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: 
     )
 
 
-def _records_by_leaf(source: Source, save_id: SaveId) -> dict[Key, list[tuple[LeafRecord, BoxRecord]]]:
+def _records_by_leaf(source: Source, save_id: SaveId) -> dict[Key, _Records]:
     """The boxes of a source by leaf, each distinct box once."""
     if len(source.manifests) == 1:  # a manifest names no box twice
         (manifest,) = source.manifests
         assert manifest.save_id == save_id, "two saves are never mixed"
         return {
-            (item, leaf.path): [(leaf, record) for record in leaf.boxes]
+            (item, leaf.path): ((leaf, leaf.boxes[0]),)
+            if len(leaf.boxes) == 1
+            else tuple([(leaf, record) for record in leaf.boxes])
             for item, records in manifest.arrays.items()
             for leaf in records
         }
@@ -201,18 +219,16 @@ def _records_by_leaf(source: Source, save_id: SaveId) -> dict[Key, list[tuple[Le
                 boxes = leaves.setdefault((item, leaf.path), {})
                 for record in leaf.boxes:
                     boxes.setdefault(record.box, (leaf, record))
-    return {key: list(boxes.values()) for key, boxes in leaves.items()}
+    return {key: tuple(boxes.values()) for key, boxes in leaves.items()}
 
 
-def _covering(
-    records: Sequence[tuple[LeafRecord, BoxRecord]], wanted: Box
-) -> tuple[tuple[LeafRecord, BoxRecord], ...] | None:
+def _covering(records: _Records, wanted: Box) -> _Records | None:
     """The records that `wanted` needs if together they cover it, else None."""
-    for leaf, record in records:
-        if record.box == wanted:
-            return ((leaf, record),)
+    for each in records:
+        if each[1].box == wanted:
+            return (each,)
     if wanted.size == 0:
-        return tuple(records[:1]) or None
+        return records[:1] or None
     if missing_elements(wanted, [record.box for _, record in records]):
         return None
     return tuple((leaf, record) for leaf, record in records if record.box.intersect(wanted))

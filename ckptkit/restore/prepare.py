@@ -82,7 +82,7 @@ class Preparer:
             targets = self._targets(save_id, answers)
             small = {item: arg for item, arg in asked.inline.items() if item not in files}
             inline = self._inline(holdings.manifests, small)
-            plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
+            plan = plan_restore(save_id, {target.key: target.form.boxes for target in targets}, holdings.sources)
         return Prepared(
             asked=asked, answers=answers, targets=targets, inline=inline, files=files, plan=plan, holdings=holdings
         )
@@ -91,8 +91,8 @@ class Preparer:
         """The processes that want boxes which this one wants too, those that want most of them first."""
         shared: Counter[int] = Counter()
         for target in self._targets(save_id, self._answers(save_id, manifests, self.asked(manifests, wanted))):
-            if target.sharding is not None:
-                for processes in boxes_by_process(target.sharding, target.shape).values():
+            if target.form.sharding is not None:
+                for processes in boxes_by_process(target.form.sharding, target.form.shape).values():
                     shared.update(processes if self._coordinator.process in processes else ())
         return [process for process, _ in shared.most_common()]
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from operator import attrgetter, ge
+from operator import eq, ge, itemgetter
 from typing import NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -30,7 +30,6 @@ _REMOTE_READS = 8  # at a time: each waits for a store's answer
 _BLOCK_BYTES = 16 << 20
 _ANNOUNCED_BLOCK_BYTES = 1 << 20  # a block is whole when the last of its leaves has come: not long after the first
 _OWN_BYTES = 1 << 20  # a leaf of it has a block of its own
-_BRIEF_BYTES = 1 << 30  # takes seconds from any store
 _PARTS_MAX = 16  # of a large box, for as many threads
 
 
@@ -88,17 +87,19 @@ def execute(
     smaller ones share blocks, unless they come from afar; of those, small ones that were announced share blocks of 1
     MiB.
     """
-    for box_read in plan.reads:
-        _check(box_read)
+    _check(plan.reads)
     reading = _Reading(plan, readers, rejected, proven, make_block, counted)
-    waits = any(plan.remote) and any(plan.remote[box_read.sources[0][0]] for box_read in plan.reads)
-    leaves = [_leaf(key, tuple(reads)) for key, reads in groupby(plan.reads, key=attrgetter("key"))]
+    waits = plan.waits
+    leaves = _by_leaf(plan.reads)
     # One thread reads what is small and has not to be waited for: several are slower, they wait for the interpreter.
     at_hand = announced | {source for source, remote in enumerate(plan.remote) if not remote}
+    all_at_hand = len(at_hand) == len(plan.remote)
     small: list[_Leaf] = []
     large: list[_Leaf] = []
     for leaf in leaves:
-        is_small = leaf.box_bytes < SMALL_BYTES and at_hand.issuperset([read.sources[0][0] for read in leaf.reads])
+        is_small = leaf.box_bytes < SMALL_BYTES and (
+            all_at_hand or at_hand.issuperset([read.sources[0][0] for read in leaf.reads])
+        )
         (small if is_small else large).append(leaf)
     threads = _REMOTE_READS if waits else copy_threads(sum(leaf.nbytes for leaf in large))
     units = reading.each_box(large) if waits else reading.shared_out(large)
@@ -125,8 +126,7 @@ def execute(
             waiting.clear()  # nobody needs the others any more
             raise
 
-    brief = not waits or sum(leaf.nbytes for leaf in leaves) <= _BRIEF_BYTES
-    with collection_paused() if brief else nullcontext():
+    with collection_paused() if plan.is_brief else nullcontext():
         if not waits:
             share_work(read_large, threads, meanwhile=read_small)
         else:  # what is small was announced last
@@ -145,9 +145,16 @@ class _Leaf(NamedTuple):
     box_bytes: int  # of its largest box
 
 
-def _leaf(key: Key, reads: tuple[BoxRead, ...]) -> _Leaf:
-    sizes = [box_read.nbytes for box_read in reads]
-    return _Leaf(key, reads, sum(sizes), max(sizes))
+def _by_leaf(reads: Sequence[BoxRead]) -> list[_Leaf]:
+    keys = [read.key for read in reads]
+    if not any(map(eq, keys, keys[1:])):  # one box of each: 1 microsecond less
+        return [_Leaf(read.key, (read,), read.nbytes, read.nbytes) for read in reads]
+    leaves = []
+    for key, group in groupby(reads, key=itemgetter(0)):
+        several = tuple(group)
+        sizes = [read.nbytes for read in several]
+        leaves.append(_Leaf(key, several, sum(sizes), max(sizes)))
+    return leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,54 +229,65 @@ class _Reading:
             yield _Unit(part.size * read.dtype.itemsize, partial(self._read_part, read, part, shared))
 
     def _read_together(self, leaves: Sequence[_Leaf]) -> None:
-        runs, read_bytes = self._in_runs([read for leaf in leaves for read in leaf.reads if read.nbytes < _OWN_BYTES])
-        small = [read for leaf in leaves for read in leaf.reads if read.nbytes < _OWN_BYTES and id(read) not in runs]
-        memory = empty_block((sum([_aligned(read.nbytes) for read in small]),), np.dtype(np.uint8))
+        reads = [read for leaf in leaves for read in leaf.reads]
+        blocks, read_bytes = self._in_runs(reads)
+        self._read_alone(reads, blocks, read_bytes)
         at = 0
-        found: list[tuple[Key, dict[Box, np.ndarray]]] = []
         for leaf in leaves:
-            blocks = {}
-            for box_read in leaf.reads:
-                wanted = box_read.wanted
-                if (block := runs.get(id(box_read))) is not None:
-                    blocks[wanted] = block
-                    continue
-                if box_read.nbytes < _OWN_BYTES:
-                    block = np.ndarray(wanted.shape, box_read.dtype, memory, at)
-                    at += _aligned(box_read.nbytes)
-                else:
-                    block = self._block(box_read)
-                blocks[wanted] = block
-                tier = self._read(box_read, wanted, block)
-                read_bytes[tier] = read_bytes.get(tier, 0) + box_read.nbytes
-            found.append((leaf.key, blocks))
-        for key, blocks in found:
-            self._proven(key, blocks)
+            found = {}
+            for read in leaf.reads:
+                found[read.wanted] = blocks[at]
+                at += 1
+            self._proven(leaf.key, found)
         with self._counting:
             self._count(read_bytes)
 
-    def _in_runs(self, reads: Sequence[BoxRead]) -> tuple[dict[int, np.ndarray], dict[str, int]]:
-        """The boxes, by the `id` of their read, that their first source gives together and proven; their bytes by tier.
-
-        A box that it does not give is read alone, which tells why.
-        """
-        by_source: dict[int, list[BoxRead]] = {}
-        for read in reads:
+    def _in_runs(self, reads: Sequence[BoxRead]) -> tuple[list[np.ndarray | None], dict[str, int]]:
+        """The boxes that their first source gives together and proven, None for the others, which are read alone: that
+        tells why. And their bytes by tier."""
+        by_source: dict[int, tuple[list[int], list[tuple[LeafRecord, BoxRecord]]]] = {}
+        for at, read in enumerate(reads):
             source, records = read.sources[0]
-            if len(records) == 1 and records[0][1].box == read.wanted and len(records[0][1].digests) == 1:
-                by_source.setdefault(source, []).append(read)
-        found: dict[int, np.ndarray] = {}
+            record = records[0][1]
+            if len(records) == 1 == len(record.digests) and read.nbytes < _OWN_BYTES and record.box == read.wanted:
+                if (run := by_source.get(source)) is None:
+                    by_source[source] = run = ([], [])
+                run[0].append(at)
+                run[1].append(records[0])
+        blocks: list[np.ndarray | None] = [None] * len(reads)
         read_bytes: dict[str, int] = {}
-        for source, several in by_source.items():
+        for source, (places, records) in by_source.items():
             reader = self._readers[source]
-            if isinstance(reader, RunReader) and len(several) > 1:
-                blocks = reader.read_run([read.sources[0][1][0] for read in several])
-                given = {id(read): block for read, block in zip(several, blocks, strict=True) if block is not None}
-                if given:
-                    tier, nbytes = self._tiers[source], sum([block.nbytes for block in given.values()])
-                    read_bytes[tier] = read_bytes.get(tier, 0) + nbytes
-                found |= given
-        return found, read_bytes
+            if not isinstance(reader, RunReader) or len(places) == 1:
+                continue
+            nbytes = 0
+            for at, block in zip(places, reader.read_run(records), strict=True):
+                if block is not None:
+                    blocks[at] = block
+                    nbytes += reads[at].nbytes
+            if nbytes:
+                read_bytes[self._tiers[source]] = read_bytes.get(self._tiers[source], 0) + nbytes
+        return blocks, read_bytes
+
+    def _read_alone(
+        self, reads: Sequence[BoxRead], blocks: list[np.ndarray | None], read_bytes: dict[str, int]
+    ) -> None:
+        """Reads the boxes that are missing in `blocks`; small ones share memory."""
+        missing = [at for at, block in enumerate(blocks) if block is None]
+        small_bytes = sum([_aligned(reads[at].nbytes) for at in missing if reads[at].nbytes < _OWN_BYTES])
+        memory = empty_block((small_bytes,), np.dtype(np.uint8))
+        begin = 0
+        for at in missing:
+            box_read = reads[at]
+            wanted, nbytes = box_read.wanted, box_read.nbytes
+            if nbytes < _OWN_BYTES:
+                block = np.ndarray(wanted.shape, box_read.dtype, memory, begin)
+                begin += _aligned(nbytes)
+            else:
+                block = self._block(box_read)
+            blocks[at] = block
+            tier = self._read(box_read, wanted, block)
+            read_bytes[tier] = read_bytes.get(tier, 0) + nbytes
 
     def _block(self, box_read: BoxRead) -> np.ndarray:
         make_block = _fresh if box_read.nbytes < _OWN_BYTES else self._make_block
@@ -318,14 +336,15 @@ class _Reading:
             self._counted(nbytes)
 
 
-def _check(box_read: BoxRead) -> None:
+def _check(reads: Sequence[BoxRead]) -> None:
     """Nothing is allocated for what cannot be: raises `CorruptCheckpointError`."""
-    if () in [records for _, records in box_read.sources]:
-        raise CorruptCheckpointError(f"leaf {box_read.key} has no box of the shape {box_read.wanted.shape}")
-    if box_read.nbytes > _HOST_BYTES:
-        raise CorruptCheckpointError(
-            f"leaf {box_read.key} has a box of {box_read.nbytes} bytes, and this host has {_HOST_BYTES} bytes of memory"
-        )
+    for read in reads:
+        if () in [records for _, records in read.sources]:
+            raise CorruptCheckpointError(f"leaf {read.key} has no box of the shape {read.wanted.shape}")
+        if read.nbytes > _HOST_BYTES:
+            raise CorruptCheckpointError(
+                f"leaf {read.key} has a box of {read.nbytes} bytes, and this host has {_HOST_BYTES} bytes of memory"
+            )
 
 
 def _parts(box_read: BoxRead) -> list[Box]:

@@ -26,7 +26,7 @@ from ckptkit.restore.tree import (
     merged_leaves,
     sharding_of_keys,
 )
-from ckptkit.snapshot.describe import LeafPath, kind_of_number, leaf_path, leaves_by_path
+from ckptkit.snapshot.describe import LeafPath, kind_of_number, leaves_by_path, names_of
 from ckptkit.snapshot.empty_nodes import Empty, empties_of
 from ckptkit.snapshot.small_items import STRUCTURE, gives_back
 
@@ -188,7 +188,7 @@ def _with_texts(arg: Any, texts: Mapping[tuple[str, ...], TextLeaf], item: str, 
     differences: list[str] = []
 
     def text_or_leaf(keypath: Any, leaf: Any) -> Any:
-        path = leaf_path(keypath)[0]
+        path = names_of(keypath)
         asked.add(path)
         if path not in texts or leaf is None or leaf is ...:
             return leaf
@@ -249,7 +249,7 @@ def _as_templates(template: Any, stored: Sequence[LeafRecord], item: str, *, ste
     Raises `TreeMismatchError` for `...`, which Orbax refuses there, too: no other source of the step could give it.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(template, is_leaf=lambda leaf: leaf is None)
-    placeholders = [".".join(leaf_path(keypath)[0]) for keypath, leaf in flat if leaf is ...]
+    placeholders = [".".join(names_of(keypath)) for keypath, leaf in flat if leaf is ...]
     if placeholders:
         why = "is `...` in abstract_state: leave it out with PyTreeRestore, or None"
         raise TreeMismatchError([f"{item}:{name} {why}" for name in placeholders], step=step, where=where)
@@ -258,15 +258,16 @@ def _as_templates(template: Any, stored: Sequence[LeafRecord], item: str, *, ste
     finishes: list[Finish | None] = []
     numbered: list[int | None] = []
     for keypath, leaf in flat:
-        path = leaf_path(keypath)[0]
+        path = names_of(keypath)
         if leaf is None:
             by_path.pop(path, None)
             numbered.append(None)
             continue
-        record = by_path.get(path)
-        target, finish = (leaf, None) if record is None else _as_template(leaf, record)
+        record, finish = by_path.get(path), None
+        if record is not None and not _is_as_saved(leaf, record):
+            leaf, finish = _as_template(leaf, record)
         numbered.append(len(wanted))
-        wanted.append((path, target))
+        wanted.append((path, leaf))
         finishes.append(finish)
     tree = jax.tree_util.tree_unflatten(treedef, numbered)
     return TreeAnswer(wanted=wanted, leaves=list(by_path.values()), finishes=finishes, tree=tree)
@@ -281,7 +282,7 @@ def _as_abstract(
     of_types: dict[tuple[str, ...], Finish | None] = {}
 
     def template(keypath: Any, leaf: Any) -> Any:
-        path = leaf_path(keypath)[0]
+        path = names_of(keypath)
         if not isinstance(leaf, type) or path not in as_saved:
             return None if leaf is ... else leaf
         target, of_types[path] = _wished(as_saved[path], ocp.RestoreArgs(restore_type=_restored_type(leaf)))
@@ -304,6 +305,11 @@ def _restored_type(kind: type) -> Any:
     return np.ndarray if issubclass(kind, np.ndarray) else jax.Array
 
 
+def _is_as_saved(template: Any, record: LeafRecord) -> bool:
+    """Whether it asks for what was saved: most templates do."""
+    return isinstance(template, jax.ShapeDtypeStruct) and record.kind == "jax" and is_plain_match(template, record)
+
+
 def _as_template(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]:
     """The read of a stored leaf in its stored form, and the conversion to the form of `template`.
 
@@ -311,8 +317,6 @@ def _as_template(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]
     number) is returned unchanged: the comparison with the stored leaf names it. Raises ValueError for a template that
     is neither an array nor a number.
     """
-    if isinstance(template, jax.ShapeDtypeStruct) and record.kind == "jax" and is_plain_match(template, record):
-        return template, None  # most of them
     if isinstance(template, bool | int | float):
         return _cast_number(template, record)
     if not hasattr(template, "dtype") or not hasattr(template, "shape"):
@@ -382,7 +386,7 @@ def _pytree_answer(
     differences, left_out = [], []
     by_path = {record.path: record for record in stored}
     for (keypath, leaf), wish in zip(flat, wishes, strict=True):
-        path = leaf_path(keypath)[0]
+        path = names_of(keypath)
         if leaf is ...:
             numbered.append(...)
             left_out.append(path)
@@ -411,8 +415,8 @@ def _wishes_by_path(arg: Any, flat: Sequence[tuple[Any, Any]]) -> list[Any]:
     given, _ = jax.tree_util.tree_flatten_with_path(
         arg.restore_args, is_leaf=lambda node: isinstance(node, ocp.RestoreArgs)
     )
-    by_path = {leaf_path(keypath)[0]: wish for keypath, wish in given}
-    return [by_path.get(leaf_path(keypath)[0]) for keypath, _ in flat]
+    by_path = {names_of(keypath): wish for keypath, wish in given}
+    return [by_path.get(names_of(keypath)) for keypath, _ in flat]
 
 
 def _wished(saved: Any, wish: Any) -> tuple[Any, Finish | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
@@ -263,7 +264,7 @@ class Restorer:
             Kind.RESTORED,
             step=save_id.step,
             sources=proven.read_bytes,
-            tree_bytes=sum([leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(items) if _is_array(leaf)]),
+            tree_bytes=_array_bytes(items),
             save_id=str(save_id),
             duration_s=round(clock.monotonic_s() - start_s, 6),
             **proven.proves.words(),
@@ -379,10 +380,22 @@ def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rej
     ]
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
+def _array_bytes(items: Any) -> int:
+    """Bytes of all arrays of a tree. JAX works the size of an array out each time: here once for those that share what
+    it is worked out from."""
+    total, known = 0, dict[int, tuple[Any, int]]()  # by the `id` of an array's `aval`, which is kept with it
+    for leaf in jax.tree.leaves(items):
+        aval = getattr(leaf, "aval", None)
+        if (found := known.get(id(aval))) is None and isinstance(leaf, jax.Array | np.ndarray):
+            found = (aval, leaf.size * leaf.dtype.itemsize)
+            known |= {} if aval is None else {id(aval): found}
+        total += 0 if found is None else found[1]
+    return total
 
 
 def _slot_bytes(targets: Sequence[Target]) -> int:
-    sizes = [(target.boxes, itemsize_of(target.dtype)) for target in targets]
-    return sum([-(-box.size * itemsize // PAGE_BYTES) for boxes, itemsize in sizes for box in boxes]) * PAGE_BYTES
+    pages = 0
+    for form, count in Counter([target.form for target in targets]).items():
+        itemsize = itemsize_of(form.dtype)
+        pages += count * sum(-(-box.size * itemsize // PAGE_BYTES) for box in form.boxes)
+    return pages * PAGE_BYTES

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,10 @@ from ckptkit.snapshot.describe import LeafPath, kind_of_number
 from ckptkit.snapshot.empty_nodes import Empty
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """One leaf that is wanted: what it must be, and where it goes (`sharding` None: host memory)."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Form:
+    """The common part of leaves, and where they go (`sharding` None: host memory). A state of thousands has few."""
 
-    key: Key
     kind: LeafKind
     shape: tuple[int, ...]  # of the stored array: for typed keys, of the key data
     dtype: str
@@ -38,6 +37,13 @@ class Target:
     def size(self) -> int:
         """Elements of the whole leaf."""
         return math.prod(self.shape)
+
+
+class Target(NamedTuple):
+    """One leaf that is wanted."""
+
+    key: Key
+    form: Form
 
 
 def boxes_needed(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], process: int) -> tuple[Box, ...]:
@@ -55,23 +61,24 @@ def targets_of(
     on_disk = {leaf.path: leaf for leaf in stored}
     differences, targets, asked = [], [], set()
     process = jax.process_index()
-    alike: dict[Any, Target] = {}  # a leaf of each shape, dtype and sharding: a state of thousands has few
+    forms: dict[Any, Form] = {}
+    alike: dict[Any, tuple[Any, Form]] = {}  # by shape, dtype, and the `id` of a sharding, which is kept with it
     for path, leaf in wanted:
         asked.add(path)
         record = on_disk.get(path)
         if record is None:
             name = f"{item}:{'.'.join(path)}"
             differences.append(f"{name} is {_describe_abstract(leaf)} in abstract_state, but not on disk")
-        elif isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None and is_plain_match(leaf, record):
-            form = (record.shape, record.dtype, leaf.sharding)
-            if (known := alike.get(form)) is None:
-                alike[form] = known = _target(item, leaf, record, process)
-            targets.append(_named(known, (item, path)))
+        elif isinstance(leaf, jax.ShapeDtypeStruct) and (sharding := leaf.sharding) and is_plain_match(leaf, record):
+            known = (record.shape, record.dtype, id(sharding))
+            if (found := alike.get(known)) is None:
+                alike[known] = found = (sharding, _form(leaf, record, process, forms))
+            targets.append(Target((item, path), found[1]))
         elif not _same(leaf, record):
             name, described = f"{item}:{record.name}", _describe_abstract(leaf)
             differences.append(f"{name} is {record.describe()} on disk, {described} in abstract_state")
         else:
-            targets.append(_target(item, leaf, record, process))
+            targets.append(Target((item, path), _form(leaf, record, process, forms)))
     differences += [
         f"{item}:{leaf.name} is {leaf.describe()} on disk, but not in abstract_state"
         for path, leaf in on_disk.items()
@@ -134,8 +141,9 @@ def sharding_of_keys(sharding: Any, shape: tuple[int, ...]) -> Any:
     return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _target(item: str, leaf: Any, record: LeafRecord, process: int) -> Target:
-    key, impl = (item, record.path), record.extra.get("key_impl")
+def _form(leaf: Any, record: LeafRecord, process: int, forms: dict[Any, Form]) -> Form:
+    """The form of a stored leaf that is wanted as `leaf`; one of `forms` where that is alike."""
+    impl = record.extra.get("key_impl")
     kind: LeafKind = "jax"
     sharding = None
     if isinstance(leaf, bool | int | float):
@@ -148,15 +156,12 @@ def _target(item: str, leaf: Any, record: LeafRecord, process: int) -> Target:
             # The key data has trailing dimensions of its own, which are never split.
             spec = jax.sharding.PartitionSpec(*sharding.spec, *([None] * (len(leaf.shape) - len(sharding.spec))))
             sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
-    return Target(
-        key=key,
-        kind=kind,
-        shape=record.shape,
-        dtype=record.dtype,
-        sharding=sharding,
-        boxes=boxes_needed(sharding, record.shape, process),
-        key_impl=impl,
-    )
+    shape, dtype = record.shape, record.dtype
+    if (form := forms.get(about := (kind, shape, dtype, sharding, impl))) is None:
+        boxes = boxes_needed(sharding, shape, process)
+        form = Form(kind=kind, shape=shape, dtype=dtype, sharding=sharding, boxes=boxes, key_impl=impl)
+        forms[about] = form
+    return form
 
 
 def _same(leaf: Any, record: LeafRecord) -> bool:
@@ -172,11 +177,6 @@ def is_plain_match(leaf: Any, record: LeafRecord) -> bool:
     """Whether a stored leaf is not a typed key, and has the shape and dtype of `leaf`."""
     shape, dtype = record.shape, record.dtype
     return "key_impl" not in record.extra and tuple(leaf.shape) == shape and _name_of(leaf.dtype) == dtype
-
-
-def _named(like: Target, key: Key) -> Target:
-    """The target of another leaf of the same shape, dtype and sharding."""
-    return Target(key=key, kind=like.kind, shape=like.shape, dtype=like.dtype, sharding=like.sharding, boxes=like.boxes)
 
 
 @lru_cache

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import add
 from pathlib import Path
 from typing import final
 
@@ -118,6 +119,8 @@ def _unreadable(what: str, error: OSError, directory: Path) -> CorruptCheckpoint
 
 def within(manifest: Manifest, size_bytes: int) -> Manifest:
     """The manifest with the boxes that lie in a slot of `size_bytes`: nothing is allocated for the others."""
+    if _all_within(manifest, size_bytes):
+        return manifest
 
     def cut(leaf: LeafRecord) -> LeafRecord:
         itemsize = leaf.itemsize
@@ -125,6 +128,15 @@ def within(manifest: Manifest, size_bytes: int) -> Manifest:
         return leaf if len(inside) == len(leaf.boxes) else replace(leaf, boxes=inside)
 
     return replace(manifest, arrays={item: tuple(map(cut, leaves)) for item, leaves in manifest.arrays.items()})
+
+
+def _all_within(manifest: Manifest, size_bytes: int) -> bool:
+    """Whether all boxes lie in a slot of that size. They share no byte of it, so those that begin last end last."""
+    leaves = [leaf for leaves in manifest.arrays.values() for leaf in leaves]
+    offsets = [record.offset for leaf in leaves for record in leaf.boxes]
+    first, last = min(offsets, default=0), max(offsets, default=0)
+    ends = [last + r.box.size * leaf.itemsize for leaf in leaves for r in leaf.boxes if r.offset == last]
+    return first >= 0 and max(ends, default=0) <= size_bytes
 
 
 def _mapped(path: Path) -> np.ndarray:
@@ -181,22 +193,29 @@ class SlotReader:
         The arrays share the memory of the copy, and each was compared with its digest there. None for a box that does
         not match, and for all of them where this way does not serve: a file, boxes far apart, a proof of samples only.
         """
-        spans = [(record.offset, record.offset + record.box.size * leaf.itemsize) for leaf, record in boxes]
-        start, stop = min(span[0] for span in spans), max(span[1] for span in spans)
-        wanted = sum(stop - start for start, stop in spans)
+        forms: dict[tuple[int, str], tuple[int, tuple[int, ...], np.dtype]] = {}  # leaves of one form share the box
+        about: list[tuple[int, tuple[int, ...], np.dtype]] = []  # of each box: bytes, shape, dtype
+        for leaf, record in boxes:
+            box = record.box
+            if (form := forms.get((id(box), leaf.dtype))) is None:
+                form = (box.size * leaf.itemsize, box.shape, np.dtype(leaf.dtype))
+                forms[id(box), leaf.dtype] = form
+            about.append(form)
+        offsets, sizes = [record.offset for _, record in boxes], [nbytes for nbytes, _, _ in about]
+        start, stop, wanted = min(offsets), max(map(add, offsets, sizes)), sum(sizes)
         if self._reads is not None or stop > self.size_bytes or stop - start > _RUN_WASTE_MAX * wanted:
             return [None] * len(boxes)
         memory, copied = empty_block((stop - start,), np.dtype(np.uint8)), start
-        view, dtypes = memory.data, dict[str, np.dtype]()
+        view = memory.data
         found: list[np.ndarray | None] = []
-        for (leaf, record), (at, end) in zip(boxes, spans, strict=True):
+        for (_, record), (nbytes, shape, dtype) in zip(boxes, about, strict=True):
+            at, end = record.offset - start, record.offset + nbytes
             if end > copied:
                 upto = min(max(end, copied + COPY_PIECE_BYTES), stop)
                 memory[copied - start : upto - start] = self._memory[copied:upto]
                 copied = upto
-            whole = digest_of(view[at - start : end - start]) == record.digests[0]
-            dtype = dtypes.get(leaf.dtype) or dtypes.setdefault(leaf.dtype, np.dtype(leaf.dtype))
-            found.append(np.ndarray(record.box.shape, dtype, memory, at - start) if whole else None)
+            whole = digest_of(view[at : at + nbytes]) == record.digests[0]
+            found.append(np.ndarray(shape, dtype, memory, at) if whole else None)
         return found
 
     def gone(self) -> bool:

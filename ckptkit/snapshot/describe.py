@@ -321,9 +321,14 @@ def leaf_path(keypath: Sequence[Any]) -> tuple[LeafPath, str]:
     return tuple(names), "".join(letters)
 
 
+def names_of(keypath: Sequence[Any]) -> LeafPath:
+    """A key path as names alone."""
+    return tuple([str(getattr(key, _KEYS.get(type(key), _MAPPING)[1])) for key in keypath])
+
+
 def leaves_by_path(tree: Any) -> list[tuple[LeafPath, Any]]:
     """The leaves of a tree with their paths as names, in JAX's order."""
-    return [(leaf_path(keypath)[0], leaf) for keypath, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [(names_of(keypath), leaf) for keypath, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def _unwrap(name: str, value: Any) -> tuple[LeafKind, Any, dict[str, str]]:

@@ -23,7 +23,7 @@ from ckptkit.restore.broadcast.coordinator import Broadcaster
 from ckptkit.restore.broadcast.cost_model import LEAST_BYTES, STARTUP_S, BroadcastRates, Remaining, choose, rate_of
 from ckptkit.restore.broadcast.schedule import Common, Groups, Piece, Stream, by_groups, groups_of, pieces_of, share_out
 from ckptkit.restore.plan import BoxRead, RestorePlan
-from ckptkit.restore.tree import Target, boxes_needed
+from ckptkit.restore.tree import Form, Target, boxes_needed
 
 PAIRS: Groups = ((0, 2), (1, 3))
 ALL: Groups = ((0, 1, 2, 3),)
@@ -122,7 +122,7 @@ def test_pieces_are_accepted_once_in_any_order() -> None:
 
     def on_host(name: str, kind: LeafKind, shape: tuple[int, ...], dtype: str) -> Target:
         boxes = boxes_needed(None, shape, 0)
-        return Target(key=("s", (name,)), kind=kind, shape=shape, dtype=dtype, sharding=None, boxes=boxes)
+        return Target(("s", (name,)), Form(kind=kind, shape=shape, dtype=dtype, sharding=None, boxes=boxes))
 
     host = on_host("w", "numpy", (6,), "int32")
     none = on_host("none", "numpy", (0, 3), "int8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ckptkit
 from ckptkit.restore import place
-from ckptkit.restore.tree import Target, boxes_needed
+from ckptkit.restore.tree import Form, Target, boxes_needed
 from ckptkit.snapshot import describe
 from tests.states import abstract, assert_same, make_state, mesh
 
@@ -39,21 +40,20 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Any]]]:
     place._local_devices.cache_clear()
 
 
-def target(number: int, *spec: Any) -> Target:
+@functools.cache
+def form(spec: tuple[Any, ...], shape: tuple[int, ...] = (8, 8), dtype: str = "float32") -> Form:
     sharding = NamedSharding(mesh(), PartitionSpec(*spec))
-    return Target(
-        key=("default", (str(number),)),
-        kind="jax",
-        shape=(8, 8),
-        dtype="float32",
-        sharding=sharding,
-        boxes=boxes_needed(sharding, (8, 8), 0),
-    )
+    boxes = boxes_needed(sharding, shape, 0)
+    return Form(kind="jax", shape=shape, dtype=dtype, sharding=sharding, boxes=boxes)
+
+
+def target(number: int, *spec: Any) -> Target:
+    return Target(("default", (str(number),)), form(spec))
 
 
 def blocks_of(wanted: Target, number: int) -> dict[Any, np.ndarray]:
-    whole = np.full(wanted.shape, number, np.float32)
-    return {box: whole[box.slices()].copy() for box in wanted.boxes}
+    whole = np.full(wanted.form.shape, number, np.float32)
+    return {box: whole[box.slices()].copy() for box in wanted.form.boxes}
 
 
 SPECS: list[tuple[Any, ...]] = [(), ("data",), ("data", "fsdp"), (None, "fsdp")]
@@ -69,7 +69,7 @@ def test_each_block_crosses_to_the_devices_once(puts: list[list[Any]]) -> None:
     from_host, relayed = puts
     assert all(isinstance(value, np.ndarray) for value, _ in from_host)
     assert all(isinstance(value, jax.Array) for value, _ in relayed)
-    assert len(from_host) == sum(len(each.boxes) for each in wanted)
+    assert len(from_host) == sum(len(each.form.boxes) for each in wanted)
     load = Counter[Any]()
     for value, sharding in from_host:
         load.update(dict.fromkeys(sharding.device_set, value.nbytes))
@@ -77,7 +77,7 @@ def test_each_block_crosses_to_the_devices_once(puts: list[list[Any]]) -> None:
     assert max(load.values()) <= 1.2 * min(load.values())
     for number, each in enumerate(wanted):
         array = placer.leaves[each.key]
-        assert array.sharding == each.sharding
+        assert array.sharding == each.form.sharding
         assert all((np.asarray(shard.data) == number).all() for shard in array.addressable_shards)
 
 
@@ -151,33 +151,22 @@ def test_leaves_of_one_form_are_placed_alike(spec: tuple[Any, ...], public: bool
     wholes = [np.random.default_rng(number).standard_normal((8, 8), np.float32) for number in range(3)]
     placer = place.Placer()
     for each, whole in zip(wanted, wholes, strict=True):
-        placer.add(each, {box: whole[box.slices()].copy() for box in each.boxes})
+        placer.add(each, {box: whole[box.slices()].copy() for box in each.form.boxes})
     assert not placer.leaves, "small leaves are placed together"
     placer.finish()
     first = placer.leaves[wanted[0].key]
     for each, whole in zip(wanted, wholes, strict=True):
         array = placer.leaves[each.key]
-        assert (array.aval, array.sharding, array.committed) == (first.aval, each.sharding, True)
+        assert (array.aval, array.sharding, array.committed) == (first.aval, each.form.sharding, True)
         assert all((shard.data == whole[shard.index]).all() for shard in array.addressable_shards)
         assert len({shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}) == 4
 
 
 def test_wide_numbers_are_placed_as_jax_takes_them() -> None:
     """Without 64 bits, a float64 would be placed as it was saved in all leaves but the first."""
-    sharding = NamedSharding(mesh(), PartitionSpec())
-    wanted = [
-        Target(
-            key=("default", (str(number),)),
-            kind="jax",
-            shape=(4,),
-            dtype="float64",
-            sharding=sharding,
-            boxes=boxes_needed(sharding, (4,), 0),
-        )
-        for number in range(3)
-    ]
+    wanted = [Target(("default", (str(number),)), form((), (4,), "float64")) for number in range(3)]
     placer = place.Placer()
     for each in wanted:
-        placer.add(each, {box: np.full(4, 1 / 3) for box in each.boxes})
+        placer.add(each, {box: np.full(4, 1 / 3) for box in each.form.boxes})
     placer.finish()
     assert {leaf.dtype for leaf in placer.leaves.values()} == {np.dtype("float32")}

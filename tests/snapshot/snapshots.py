@@ -110,7 +110,7 @@ def restore(arena: Arena, manifest: Manifest, abstract: Any) -> Any:
     stored = manifest.arrays["state"]
     targets = targets_of("state", describe.leaves_by_path(abstract), stored, step=manifest.save_id.step, where="here")
     source = Source(tier="ram", manifests=(manifest,))
-    plan = plan_restore(manifest.save_id, {target.key: target.boxes for target in targets}, [source])
+    plan = plan_restore(manifest.save_id, {target.key: target.form.boxes for target in targets}, [source])
     slot = SlotReader(arena.directory, manifest)
 
     def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:

