@@ -46,3 +46,34 @@ def test_disabled_collector_stays_disabled() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_nothing_is_collected_right_after_a_pause() -> None:
+    """A restore of thousands of leaves would end in a look at all that it made, none of which is garbage."""
+    gc.collect()
+    with collection_paused():
+        made = [[number] for number in range(5000)]
+    assert gc.get_count()[0] < 700
+    assert any(each is made for each in gc.get_objects(generation=2))
+
+
+def test_full_collections_stay_due() -> None:
+    """A job that pauses in each of its steps would never free a cycle: what counts as old is not counted as new."""
+    gc.collect()
+    for _ in range(20):
+        with collection_paused():
+            made = [[number] for number in range(10)]
+    assert not any(each is made for each in gc.get_objects(generation=2))
+
+
+def test_frozen_objects_stay_frozen() -> None:
+    """A worker that was forked with frozen objects would copy their pages, at its next collection."""
+    gc.collect()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with collection_paused():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
