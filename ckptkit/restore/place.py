@@ -279,23 +279,24 @@ def _arrays(form: Form, several: Sequence[Mapping[Box, np.ndarray]]) -> list[Any
             parts = [only] if len(like.devices) == 1 else [blocks[box] for box in like.boxes]
             array = put(like.aval, sharding, parts, like.devices)
         else:
-            array = _by_callback(form, blocks)
+            array = _by_callback(shape, sharding, blocks)
             like = _like(form, array) if array.dtype == only.dtype else None
         made.append(array)
     return [_wrapped(form, array) for array in made] if form.key_impl else made
 
 
 class _Like(NamedTuple):
-    """What JAX takes for another array of one form."""
+    """The arguments of JAX's function for another array of one form."""
 
     aval: Any
     devices: tuple[Any, ...]  # of this process
     boxes: tuple[Box, ...]  # that they hold
 
 
-def _by_callback(form: Form, blocks: Mapping[Box, np.ndarray]) -> jax.Array:
-    shape = form.shape
-    return jax.make_array_from_callback(shape, form.sharding, lambda index: blocks[Box.of_index(index or (), shape)])
+def _by_callback(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, blocks: Mapping[Box, np.ndarray]
+) -> jax.Array:
+    return jax.make_array_from_callback(shape, sharding, lambda index: blocks[Box.of_index(index or (), shape)])
 
 
 def _like(form: Form, array: jax.Array) -> _Like:

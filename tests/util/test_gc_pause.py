@@ -60,6 +60,7 @@ def test_nothing_is_collected_right_after_a_pause() -> None:
 def test_full_collections_stay_due() -> None:
     """A job that pauses in each of its steps would never free a cycle: what counts as old is not counted as new."""
     gc.collect()
+    made: list[list[int]] = []
     for _ in range(20):
         with collection_paused():
             made = [[number] for number in range(10)]
