@@ -25,7 +25,7 @@ from ckptkit.restore.prepare import Prepared
 from ckptkit.restore.read import OnRejected, execute
 from ckptkit.restore.request import RestoreRequest
 from ckptkit.snapshot.small_items import give_back
-from ckptkit.util.gc_pause import collection_paused
+from ckptkit.util.gc_pause import collection_paused, old_afterwards
 from ckptkit.util.pages import empty_block
 from ckptkit.util.waits import Meter
 
@@ -69,7 +69,7 @@ class LocalRead:
         if shared is not None and shared.failure is not None:
             raise shared.failure
         plan = prepared.plan if shared is None else _rest(prepared, shared)
-        with collection_paused() if plan.is_brief else nullcontext():
+        with old_afterwards() if plan.is_brief else nullcontext():
             return self._read(prepared, plan, proves, shared)
 
     def _read(self, prepared: Prepared, plan: RestorePlan, proves: VerifySelection, shared: Shared | None) -> Verified:

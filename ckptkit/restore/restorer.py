@@ -40,7 +40,7 @@ from ckptkit.restore.request import RestoreRequest
 from ckptkit.restore.sources import PeerShares, SourceSearch, Why
 from ckptkit.restore.tree import Target
 from ckptkit.util import clock
-from ckptkit.util.gc_pause import collection_paused
+from ckptkit.util.gc_pause import old_afterwards
 from ckptkit.util.pages import PAGE_BYTES
 
 _T = TypeVar("_T")
@@ -208,7 +208,7 @@ class Restorer:
         for save in sorted(local, reverse=True):
             refusal = None
             if not prepared:
-                with collection_paused():  # for records that all stay: some milliseconds
+                with old_afterwards():  # for records that all stay: some milliseconds
                     prepared_or_why = self._prepare_fast(local[save], wanted)
                 if isinstance(prepared_or_why, Prepared):
                     prepared[save] = prepared_or_why
