@@ -24,7 +24,7 @@ import pytest
 from ckptkit.launch import ExitCode, Launcher, WarmStart, host
 from ckptkit.launch.child import Running
 from ckptkit.launch.command import python_command
-from ckptkit.launch.standby import Standby
+from ckptkit.launch.standby import Standby, StandbyError
 
 MODULES = (
     *("jax", "jax.numpy", "jax.experimental.serialize_executable", "orbax.checkpoint", "orbax.checkpoint.v1"),
@@ -160,6 +160,17 @@ def _order(
 
 @cache
 def _template() -> Standby:
-    """It ends with this process."""
+    """It ends with this process. Without a module whose import makes a fork unsafe: then processes import that."""
     assert _COMMAND is not None
-    return Standby(_COMMAND, MODULES, _ENVIRONMENT)
+    modules = list(MODULES)
+    while True:
+        template = Standby(_COMMAND, modules, _ENVIRONMENT)
+        try:
+            template.wait_until_ready()
+        except StandbyError as error:
+            template.close()
+            if error.culprit not in modules:
+                raise
+            modules.remove(error.culprit)
+            continue
+        return template

@@ -89,10 +89,12 @@ def make_program(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh, *, 
         gradients, loss = gradient(state, tokens)
         return update(state, _as_if_returned(gradients, shardings["model"])), loss
 
+    # It runs once: on CPU, XLA's level 1 compiles it in half the time (2.4 s instead of 4.6 for `tiny`).
+    quickly = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
     return Program(
         mesh=mesh,
         abstract_state=abstract_state,
-        init=jax.jit(init, out_shardings=shardings),
+        init=jax.jit(init, out_shardings=shardings, compiler_options=quickly),
         whole=jax.jit(whole, donate_argnums=0, out_shardings=(shardings, replicated)),
         gradient=jax.jit(gradient, out_shardings=(shardings["model"], replicated)),
         update=jax.jit(update, donate_argnums=0, out_shardings=shardings),

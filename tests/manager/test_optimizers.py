@@ -49,8 +49,9 @@ TIERS = ("ram", "ssd", "durable")
 
 
 def make(family: str) -> tuple[optax.GradientTransformation, dict[str, Any]]:
-    """The optimizer, and the state after three updates."""
-    optimizer = FAMILIES[family]()
+    """The optimizer, compiled, and the state after three updates."""
+    plain = FAMILIES[family]()
+    optimizer = optax.GradientTransformation(plain.init, jax.jit(plain.update))
     fast = {"w": jnp.linspace(-1, 1, 128, dtype=jnp.float32).reshape(8, 16), "b": jnp.ones(16, jnp.bfloat16)}
     params: Any = optax.LookaheadParams.init_synced(fast) if family == "lookahead" else fast
     state = {"params": params, "optimizer": optimizer.init(params)}
