@@ -35,9 +35,9 @@ def account(report: GoodputReport, losses: Sequence[PlannedLoss]) -> Table:
     table.add_section()
     for restore in report.restores:
         served = ", ".join(f"{tier} {size / 1e6:.2f} MB" for tier, size in restore.source_bytes.items())
-        table.add_row(
-            f"restore of step {restore.step} (attempt {restore.attempt})", f"{served} in {restore.restore_s:.2f} s"
-        )
+        waited = "" if restore.waited_s is None else f"; the loop waited {restore.waited_s:.2f} s"
+        took = f"{served} in {restore.restore_s:.2f} s{waited}"
+        table.add_row(f"restore of step {restore.step} (attempt {restore.attempt})", took)
     table.add_section()
     saves = report.saves
     if saves.stall_ms_p50 is not None and saves.stall_ms_p99 is not None:

@@ -40,7 +40,7 @@ from ckptkit.util.clock import monotonic_s, time_text
 _FILE = OutputFile()
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _NUMBERS = frozenset({
-    "time", "share", "attempt", "process", "in", "steps lost", "first step after", "caught up after",
+    "time", "share", "attempt", "process", "took", "loop waited", "steps lost", "first step after", "caught up after",
     "committed after (p50)", "restored step", "goodput", "cost",
 })  # fmt: skip
 _LOSSES = ("attempt", "process", "steps lost", "first step after", "caught up after", "wiped", "lost to")
@@ -219,6 +219,7 @@ def _rows(report: GoodputReport, costs: _Costs | None = None) -> dict[tuple[str,
             str(each.attempt),
             "-" if each.step is None else str(each.step),
             time_text(each.restore_s),
+            "-" if each.waited_s is None else time_text(each.waited_s),
             _sources(each.source_bytes.items()),
         )
         for each in report.restores
@@ -228,7 +229,7 @@ def _rows(report: GoodputReport, costs: _Costs | None = None) -> dict[tuple[str,
         (*_LOSSES, *priced): losses,
         ("mean time to resume", "time"): means,
         ("tier", "committed after (p50)"): tiers,
-        ("attempt", "restored step", "in", "served by"): restores,
+        ("attempt", "restored step", "took", "loop waited", "served by"): restores,
         ("definition", "goodput", "formula"): _definitions(report),
     }
 

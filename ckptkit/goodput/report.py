@@ -111,12 +111,14 @@ class Saves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """One restore: bytes served by each tier, over all processes; the slowest process's seconds."""
+    """One restore: bytes served by each tier, over all processes; the slowest process's seconds from the call to the
+    placed items. `waited_s`: how long process 0's loop waited; less, where a restore ran in the background."""
 
     attempt: int
     step: int | None
     source_bytes: Mapping[str, int]
     restore_s: float
+    waited_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,14 +349,20 @@ def _restores(attempts: Sequence[Attempt]) -> tuple[Restore, ...]:
                 by_step[event.step].append(event)
         spans = [each for each in attempt.spans if part_of(each.fields["span"]) is Part.CHECKPOINT_RESTORE]
         done = [each for each in spans if not each.fields.get("failed")]
-        if done and not by_step:  # a log of others has no more than that
-            seconds = math.fsum(to_s - from_s for from_s, to_s in _joined(done))
-            found.append(Restore(attempt=attempt.number, step=done[-1].step, source_bytes={}, restore_s=seconds))
-        found += [_restore(attempt.number, step, events) for step, events in by_step.items()]
+        waits = _joined(done)
+        has_manager = any(event.kind == Kind.OPENED for event in attempt.events)
+        if done and not by_step and not has_manager:  # a log of others has no more than that
+            seconds = math.fsum(to_s - from_s for from_s, to_s in waits)
+            step = done[-1].step
+            found.append(
+                Restore(attempt=attempt.number, step=step, source_bytes={}, restore_s=seconds, waited_s=seconds)
+            )
+        found += [_restore(attempt.number, step, events, waits) for step, events in by_step.items()]
     return tuple(found)
 
 
-def _restore(attempt: int, step: int | None, events: Sequence[Event]) -> Restore:
+def _restore(attempt: int, step: int | None, events: Sequence[Event], waits: Sequence[tuple[float, float]]) -> Restore:
+    restored_s = max((event.at_s for event in events if event.process == 0), default=math.inf)
     source_bytes: dict[str, int] = defaultdict(int)
     for tier, size in chain.from_iterable(event.fields["sources"].items() for event in events):
         source_bytes[tier] += size
@@ -363,4 +371,5 @@ def _restore(attempt: int, step: int | None, events: Sequence[Event]) -> Restore
         step=step,
         source_bytes=dict(sorted(source_bytes.items())),
         restore_s=max(event.fields["duration_s"] for event in events),
+        waited_s=next((to_s - from_s for from_s, to_s in waits if to_s >= restored_s), None),
     )

@@ -35,7 +35,7 @@ from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.request import RestoreRequest, request_of
 from ckptkit.restore.restorer import Rejection, Restored, Restorer
 from ckptkit.store import open_store
-from ckptkit.util import clock, heartbeat
+from ckptkit.util import heartbeat
 
 _log = logging.getLogger("ckptkit")
 _NAMED_MAX = 20  # steps, in one message
@@ -270,7 +270,7 @@ class Resumer:
             "restore: step %d from %s in %.2f s; rejected: %s",
             restored.save_id.step,
             sources or "no tier (0 bytes)",
-            clock.monotonic_s() - began.monotonic_s,
+            restored.duration_s,
             _shown(rejected) or "none",
         )
         self._components.storage.durable.stock.lock_default_item(restored.default_item)

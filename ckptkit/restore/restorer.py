@@ -76,6 +76,7 @@ class Restored:
     default_item: bool
     slot_bytes: int  # that a save of the same would take
     read_bytes: Mapping[str, int] = field(default_factory=dict)  # by tier
+    duration_s: float = 0.0  # from the call to the placed items
     proven: bool = True  # every cell, by its digest; False for a step of stock Orbax, which has none
 
 
@@ -96,6 +97,7 @@ class Restorer:
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering
         self.rejected: list[Rejection] = []  # by the last restore, in the order in which they were tried
         self._waits_for = "its begin"
+        self._begun_s = 0.0
         self._events = job.events
         self._reading = LocalRead(inventory.durable, job.events)
         self._broadcaster = Broadcaster(options.broadcast, self._reading, replace(job, coordinator=coordinator))
@@ -111,6 +113,7 @@ class Restorer:
         Raises `StepNotFoundError` without a candidate, `NoRestorableStepError` if all were rejected. A tree mismatch, a
         missing permission and a tier that cannot be reached raise at once and never fall back.
         """
+        self._begun_s = clock.monotonic_s()
         self._coordinator.begin(about)
         self._reading.meter.begin(0)
         self._waits_for = "what the tiers of all processes hold"
@@ -243,7 +246,6 @@ class Restorer:
         Two verdicts: that everybody has a source for all that it wants, before anything is read, and that all of it
         proved whole, before anything is given back.
         """
-        start_s = clock.monotonic_s()
         save_id = candidate.save_id
         self._waits_for = f"a plan of all processes for step {save_id.step}"
         own = prepared.holdings if prepared is not None else self._inventory.local.holdings(local, wanted.proves)
@@ -260,13 +262,14 @@ class Restorer:
         assert proven is not None
         self._waits_for = f"the items of step {save_id.step}"
         items = self._reading.assemble(proven, save_id)
+        duration_s = round(clock.monotonic_s() - self._begun_s, 6)
         self._events.emit(
             Kind.RESTORED,
             step=save_id.step,
             sources=proven.read_bytes,
             tree_bytes=_array_bytes(items),
             save_id=str(save_id),
-            duration_s=round(clock.monotonic_s() - start_s, 6),
+            duration_s=duration_s,
             **proven.proves.words(),
             **self._said(choice),
         )
@@ -276,6 +279,7 @@ class Restorer:
             default_item=DEFAULT_ITEM in items,
             slot_bytes=0 if proven.prepared is None else _slot_bytes(proven.prepared.targets),
             read_bytes=proven.read_bytes,
+            duration_s=duration_s,
             proven=proven.proves.proves_all and proven.prepared is not None and proven.prepared.is_proven,
         )
 

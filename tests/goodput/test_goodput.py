@@ -172,6 +172,7 @@ def test_saves_and_restores_are_aggregated_over_processes() -> None:
     assert (restore.attempt, restore.step) == (1, 3)
     assert restore.source_bytes == {"ram": 60, "ssd": 140}
     assert restore.restore_s == 1.2
+    assert restore.waited_s == 1.0
 
 
 def test_stall_percentiles_match_numpy() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from ckptkit.goodput import Part, goodput_report, load_run
 from ckptkit.goodput.runs import attempts_of
 from ckptkit.goodput.signs import strides_of, usual_step_s
 from ckptkit.manager.run_account import RunAccount
+from ckptkit.restore.local_tiers import LocalTiers
 from tests.goodput.test_goodput import at, parts, span
 
 EVERY = ocp.CheckpointManagerOptions(save_interval_steps=1)
@@ -287,6 +289,27 @@ def test_manager_tells_of_its_calls(tmp_path: Path) -> None:
     assert found[-1].kind == Kind.CLOSED
     assert found[-1].fields == {}
     assert goodput_report(load_run(tmp_path / "run")).goodput.distinct_steps == 7
+
+
+def test_attempt_that_restored_nothing_shows_no_restore() -> None:
+    """Breaks when a start that looked for a step and found none is shown as a restore of step None."""
+    log = [at(Kind.STARTED, 0.0, attempt=0), at(Kind.OPENED, 1.0), span("checkpoint_restore", 1.0, 2.0)]
+    assert goodput_report([[*log, span("step", 2.0, 3.0, step=0)]]).restores == ()
+
+
+def test_time_of_a_restore_counts_from_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks when the event leaves out what comes before the read: two figures for one restore contradict."""
+    events = EventLog.for_run(tmp_path / "run")
+    state = {"w": jnp.zeros(8)}
+    saves = LocalTiers.saves
+    with ckptkit.CheckpointManager(tmp_path / "root", options=EVERY, events=events) as manager:
+        manager.save(0, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        monkeypatch.setattr(LocalTiers, "saves", lambda self: (time.sleep(0.2), saves(self))[1])
+        manager.restore(0, args=ocp.args.StandardRestore(state))
+    (restore,) = goodput_report(load_run(tmp_path / "run")).restores
+    assert restore.waited_s is not None
+    assert 0.2 <= restore.restore_s <= restore.waited_s
 
 
 def test_step_of_a_save_that_a_loss_cut_off_is_in_the_log(tmp_path: Path) -> None:
