@@ -24,7 +24,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import ckptkit
-from bench.crash import Notes
 from bench.crashpoints import MARKED
 from ckptkit.durable.cells import unchanged
 from ckptkit.durable.commit import make_attempt
@@ -33,6 +32,7 @@ from ckptkit.save import disk_copy
 from ckptkit.slots import arena
 from ckptkit.slots.reader import read_manifests
 from ckptkit.store import local, open_store
+from ckptkit.testing.crash import Notes
 from ckptkit.util import disk_file
 
 HOST = "host"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-from bench.crash import CrashState, Disk, Trace, notes
 from bench.crash_job import KEPT, TIERS
 from bench.crash_oracle import Found, Promises, Save, newest_in, promised, repair, restart
+from ckptkit.testing.crash import CrashState, Disk, Trace, notes
 
 _RECORDS = "durable/_ckptkit"  # epoch records: they outlive any tier's loss
 

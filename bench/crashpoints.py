@@ -24,7 +24,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bench.crash import (
+from bench.environment import environment, store_result
+from ckptkit.testing.crash import (
     CrashState,
     Note,
     Operation,
@@ -36,7 +37,6 @@ from bench.crash import (
     process_crashes,
     record,
 )
-from bench.environment import environment, store_result
 
 SHORT_POINTS = {"direct": 2, "mapping": 1}  # of each tier and operation, without --full
 SHORT_STATES = 12  # of a power failure at such a point

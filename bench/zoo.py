@@ -1,6 +1,6 @@
 """`python -m bench zoo`: every command over every strange root, on a disk, in the shipped bucket and on a mounted one.
 
-The roots, the commands and the oracle are `bench.roots`. Cells run in worker processes, so that a command
+The roots, the commands and the oracle are `ckptkit.testing.roots`. Cells run in worker processes, so that a command
 that ends its process, takes all memory or never returns is a failure of its cell and of no other.
 """
 
@@ -23,10 +23,10 @@ from typing import Any
 
 import click
 
-from bench.roots import ROOTS, Campaign, Cell, Failure, Tally, all_cells, chosen_cells
-from bench.roots.campaign import MEDIA, failure_lines
-from bench.roots.commands import ACTIONS
 from ckptkit.testing.mount import why_not
+from ckptkit.testing.roots import ROOTS, Campaign, Cell, Failure, Tally, all_cells, chosen_cells
+from ckptkit.testing.roots.campaign import MEDIA, failure_lines
+from ckptkit.testing.roots.commands import ACTIONS
 
 CELL_S_MAX = 120.0  # slower is hanging: the slowest cell takes 3 s
 _MEMORY_BYTES = 16 << 30  # of addresses, of which libraries map more than they touch

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from bench.crash import can_trace
+from ckptkit.testing.crash import can_trace
 
 needs_strace = pytest.mark.skipif(
     not can_trace(),

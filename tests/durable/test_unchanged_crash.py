@@ -13,10 +13,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from bench.crash import CrashState, Notes, is_operation, notes, record, unsynced
 from bench.crash_bucket import History, Replayed
 from ckptkit.durable.cells import unchanged
 from ckptkit.testing.bucket import BucketServer
+from ckptkit.testing.crash import CrashState, Notes, is_operation, notes, record, unsynced
 from tests.strace import needs_strace
 
 _STEPS = 3  # the first two saves of a run write everything

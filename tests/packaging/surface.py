@@ -28,9 +28,11 @@ PACKAGES = (
     "ckptkit.surgery",
     "ckptkit.testing",
     "ckptkit.testing.bucket",
+    "ckptkit.testing.crash",
     "ckptkit.testing.damage",
     "ckptkit.testing.faulty_store",
     "ckptkit.testing.mount",
+    "ckptkit.testing.roots",
     "ckptkit.testing.store_contract",
     "ckptkit.v1",
 )

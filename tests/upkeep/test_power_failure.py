@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 import ckptkit
-from bench.crash import CrashState, Disk, Names, Note, Notes, notes, record, unsynced
 from ckptkit.cli import main
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import local
+from ckptkit.testing.crash import CrashState, Disk, Names, Note, Notes, notes, record, unsynced
 from ckptkit.upkeep import plan_prune, pruning
 from tests.strace import needs_strace
 from tests.upkeep.conftest import make_root

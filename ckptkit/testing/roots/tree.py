@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from bench.roots.catalog import KINDS, STEPS, SavedRuns
-from bench.roots.media import LinkedCopies
 from ckptkit.testing.damage import DamageKind, inflict
+from ckptkit.testing.roots.catalog import KINDS, STEPS, SavedRuns
+from ckptkit.testing.roots.media import LinkedCopies
 
 StepState = Literal["good", "blemished", "unproven", "damaged", "undetectable", "unfinished"]
 ROOT: Final = "run"  # the root's name in the home directory

@@ -9,11 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from bench.protocol.plan import Fault, Plan
-from bench.protocol.process import Forever, SimProcess, Until
-from bench.protocol.scheduler import PENDING, Scheduler, Task, Violation
-from bench.protocol.service import Service
-from bench.protocol.storage import Medium, Root
 from ckptkit.durable.lifecycle.epochs import EpochRecords
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.job.meeting import _VERDICT_SPARE_S, Delete, Get, Listing, Now, Pause, Put
@@ -21,6 +16,11 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
 from ckptkit.save.protocol import Agree, Ask, Do, Idle, Recall, SideBySide, Sleep, Veto, Wait
 from ckptkit.store import MemoryStore
+from ckptkit.testing.simulation.plan import Fault, Plan
+from ckptkit.testing.simulation.process import Forever, SimProcess, Until
+from ckptkit.testing.simulation.scheduler import PENDING, Scheduler, Task, Violation
+from ckptkit.testing.simulation.service import Service
+from ckptkit.testing.simulation.storage import Medium, Root
 from ckptkit.util import clock
 
 _log = logging.getLogger("ckptkit")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from bench.crash.disk import ROOT, Disk, DiskEffect, Names, NodeKind, Note, Operation, Resize, Sync, Write
+from ckptkit.testing.crash.disk import ROOT, Disk, DiskEffect, Names, NodeKind, Note, Operation, Resize, Sync, Write
 
 CALLS = (
     *("openat", "open", "creat", "close", "dup", "dup2", "dup3", "lseek"),

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-from bench.roots.catalog import SavedRuns
-from bench.roots.commands import ACTIONS, Action, Places
-from bench.roots.kinds import quiet
-from bench.roots.media import Medium
-from bench.roots.oracle import Answer, Failure, Outcome, judge
-from bench.roots.tree import ROOT, StrangeRoot, Tree
+from ckptkit.testing.roots.catalog import SavedRuns
+from ckptkit.testing.roots.commands import ACTIONS, Action, Places
+from ckptkit.testing.roots.kinds import quiet
+from ckptkit.testing.roots.media import Medium
+from ckptkit.testing.roots.oracle import Answer, Failure, Outcome, judge
+from ckptkit.testing.roots.tree import ROOT, StrangeRoot, Tree
 
 Main = Callable[[Sequence[str]], int]
 _OTHER: Final = "restarted"  # the history of the other root, with the step 50 of epoch 5

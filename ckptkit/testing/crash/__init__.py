@@ -4,10 +4,10 @@
 `CrashState.disk(trace).materialise(...)` makes one, for the program's own reader to be asked about.
 """
 
-from bench.crash.calls import TraceError
-from bench.crash.disk import Disk, Names, Note, Operation, Resize, Sync, Write
-from bench.crash.points import CrashState, is_operation, power_failures, process_crashes, unsynced
-from bench.crash.trace import Notes, Trace, can_trace, notes, record
+from ckptkit.testing.crash.calls import TraceError
+from ckptkit.testing.crash.disk import Disk, Names, Note, Operation, Resize, Sync, Write
+from ckptkit.testing.crash.points import CrashState, is_operation, power_failures, process_crashes, unsynced
+from ckptkit.testing.crash.trace import Notes, Trace, can_trace, notes, record
 
 __all__ = [
     "CrashState",

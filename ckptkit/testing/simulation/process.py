@@ -7,8 +7,6 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, final
 
-from bench.protocol.scheduler import Task, Violation
-from bench.protocol.storage import PART_BYTES, SimArena, SimDiskCopy, SimDurable
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
 from ckptkit.events import EventLog, Kind
@@ -26,6 +24,8 @@ from ckptkit.save.records import PeerCopies, SaveTargets, Ticket
 from ckptkit.save.retention import Retention
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems
+from ckptkit.testing.simulation.scheduler import Task, Violation
+from ckptkit.testing.simulation.storage import PART_BYTES, SimArena, SimDiskCopy, SimDurable
 from ckptkit.util import clock
 
 Content = tuple[str, int]  # which call of the job staged it, and on which process

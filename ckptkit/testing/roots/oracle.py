@@ -11,12 +11,12 @@ from typing import Any, Final, Literal
 import numpy as np
 import orbax.checkpoint as ocp
 
-from bench.roots.catalog import KINDS
-from bench.roots.commands import KEPT, Action
-from bench.roots.kinds import leaves, quiet
-from bench.roots.media import Listing
-from bench.roots.tree import OTHER, ROOT, StepFact, Tree
 from ckptkit import errors
+from ckptkit.testing.roots.catalog import KINDS
+from ckptkit.testing.roots.commands import KEPT, Action
+from ckptkit.testing.roots.kinds import leaves, quiet
+from ckptkit.testing.roots.media import Listing
+from ckptkit.testing.roots.tree import OTHER, ROOT, StepFact, Tree
 
 FailureKind = Literal["bytes lost", "false corrupt", "false good", "internal error"]
 CORRUPT: Final = 11  # the exit code of the command for damage

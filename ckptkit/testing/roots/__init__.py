@@ -8,15 +8,15 @@ cell from plain listings and by stock Orbax. No byte that ckptkit did not write 
 nobody asked to delete. Nothing good may be called damaged, and nothing damaged good.
 """
 
-from bench.roots.campaign import Campaign, Tally, all_cells, chosen_cells
-from bench.roots.commands import ACTIONS, Action
-from bench.roots.damaged import DAMAGED
-from bench.roots.foreign import FOREIGN
-from bench.roots.leavings import LEAVINGS
-from bench.roots.oracle import Failure
-from bench.roots.running import Cell
-from bench.roots.sound import SOUND
-from bench.roots.tree import StepFact, StrangeRoot, Tree
+from ckptkit.testing.roots.campaign import Campaign, Tally, all_cells, chosen_cells
+from ckptkit.testing.roots.commands import ACTIONS, Action
+from ckptkit.testing.roots.damaged import DAMAGED
+from ckptkit.testing.roots.foreign import FOREIGN
+from ckptkit.testing.roots.leavings import LEAVINGS
+from ckptkit.testing.roots.oracle import Failure
+from ckptkit.testing.roots.running import Cell
+from ckptkit.testing.roots.sound import SOUND
+from ckptkit.testing.roots.tree import StepFact, StrangeRoot, Tree
 
 ROOTS: dict[str, StrangeRoot] = {**SOUND, **FOREIGN, **DAMAGED, **LEAVINGS}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.crash import (
+from ckptkit.testing.crash import (
     CrashState,
     Disk,
     TraceError,
@@ -138,7 +138,7 @@ shutil.rmtree(f"{root}/doomed")
 MAPPED = """
 import mmap, os, sys
 from pathlib import Path
-from bench.crash import Notes
+from ckptkit.testing.crash import Notes
 path = Path(sys.argv[1]) / "slot"
 notes = Notes(path.parent)
 fd = os.open(path, os.O_RDWR | os.O_CREAT)

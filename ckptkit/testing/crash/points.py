@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.crash.disk import Disk, Names, Note, Operation, Resize, Sync, Write
-from bench.crash.trace import Trace
+from ckptkit.testing.crash.disk import Disk, Names, Note, Operation, Resize, Sync, Write
+from ckptkit.testing.crash.trace import Trace
 
 SUBSETS_MAX = 64  # of unsynced operations at one point: beyond it extremes and a sample
 

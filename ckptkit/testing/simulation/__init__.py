@@ -5,11 +5,11 @@ tiers, and the ranking of candidates. It simulates the coordination service, slo
 clocks. After every event an oracle checks the promises of the protocol (`job.py`).
 """
 
-from bench.protocol.job import SimJob
-from bench.protocol.mutations import MUTATIONS, mutated
-from bench.protocol.plan import Fault, Plan
-from bench.protocol.run import Failure, failures, run_plan, shrunk
-from bench.protocol.scheduler import Violation
+from ckptkit.testing.simulation.job import SimJob
+from ckptkit.testing.simulation.mutations import MUTATIONS, mutated
+from ckptkit.testing.simulation.plan import Fault, Plan
+from ckptkit.testing.simulation.run import Failure, failures, run_plan, shrunk
+from ckptkit.testing.simulation.scheduler import Violation
 
 __all__ = [
     "MUTATIONS",

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from bench.crash.calls import CALLS, Reader, TraceError
-from bench.crash.disk import Disk, DiskEffect, NodeKind, Note, Operation
+from ckptkit.testing.crash.calls import CALLS, Reader, TraceError
+from ckptkit.testing.crash.disk import Disk, DiskEffect, NodeKind, Note, Operation
 
 NOTES_NAME = "_notes"  # a file in the traced directory that is not a part of it
 _EVERY = 64  # operations: a state is replayed from the last of these points before it

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, final
 
-from bench.protocol.scheduler import Violation
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
 from ckptkit.model.manifest import SaveId
 from ckptkit.save.protocol import Agree, Do
 from ckptkit.slots.arena import reusable
+from ckptkit.testing.simulation.scheduler import Violation
 
 PART_BYTES = 4096
 

@@ -1,5 +1,0 @@
-"""`python -m bench.protocol`."""
-
-from bench.protocol.run import main
-
-main()
