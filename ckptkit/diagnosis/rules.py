@@ -217,7 +217,7 @@ def damaged(facts: Facts) -> list[Advice]:
         return []
     shown = "; ".join(str(entry.problem) for entry in steps[:3])
     what = f"{count_text(len(steps), 'save is', 'saves are')} damaged: {shown}"
-    return _said("damaged", "at risk", what, f"`ckptkit scrub {facts.usage.root} --repair` mends what a copy still has")
+    return _said("damaged", "at risk", what, f"`{_repair_command(facts)}` mends what a copy still has")
 
 
 def one_step(facts: Facts) -> list[Advice]:
@@ -266,7 +266,15 @@ def rejected(facts: Facts) -> list[Advice]:
     why = last.fields.get("reason")
     times = "once" if len(events) == 1 else f"{len(events)} times"
     what = f"{times} a restore or an inspection skipped something; last: {where}: {why}"
-    return _said("rejected", "at risk", what, f"`ckptkit verify {facts.usage.root}`, then `ckptkit scrub`")
+    return _said("rejected", "at risk", what, f"on each host: `{_repair_command(facts)}`")
+
+
+def _repair_command(facts: Facts) -> str:
+    """With the fast tiers of this host, as the run's last manager or the listing of slots names them."""
+    opened = facts.of(Kind.OPENED)
+    listed = {each.tier for each in facts.usage.arenas}
+    tiers = sorted(opened[-1].fields.get("places", {}).values()) if opened else sorted(listed)
+    return f"ckptkit scrub {facts.usage.root}{''.join(f' --tier {tier}' for tier in tiers)} --repair"
 
 
 def mounts(facts: Facts) -> list[Advice]:

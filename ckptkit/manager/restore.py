@@ -255,23 +255,33 @@ class Resumer:
                     *(each.save_id.step, each.reason, restored.save_id.step),
                 )
         rejected = [each for each in self._restorer.rejected if not each.is_incomplete]
+        repair = history.inventory.repair_command
         if rejected:
             _log.warning(
-                "restore: the run continues from step %d. Newer steps were rejected: %s. The next save abandons them",
+                "restore: the run continues from step %d. Newer steps were rejected: %s. The next save abandons them%s",
                 *(restored.save_id.step, _shown(rejected)),
+                f". To repair them first: `{repair}`" if any(each.is_damage for each in rejected) else "",
+            )
+        if DURABLE in restored.damaged:
+            _log.warning(
+                "restore: step %d is damaged in the durable tier, and other copies replaced what is damaged. Repair it "
+                "while they exist, on each host: `%s`",
+                *(restored.save_id.step, repair),
             )
         return self._given(restored, rejected, began, self._components.storage.durable.directory)
 
     def _given(self, restored: Restored, rejected: Sequence[Rejection], began: Began, directory: Any) -> Any:
         """The restored items, as Orbax would return them."""
+        count = self._components.job.coordinator.count
         sources = ", ".join(f"{tier} ({nbytes} bytes)" for tier, nbytes in restored.read_bytes.items())
         _log.log(
             logging.INFO if self._components.job.coordinator.process == 0 else logging.DEBUG,  # one line in a job
-            "restore: step %d from %s in %.2f s; rejected: %s",
+            "restore: step %d from %s in %.2f s; rejected: %s%s",
             restored.save_id.step,
             sources or "no tier (0 bytes)",
             restored.duration_s,
             _shown(rejected) or "none",
+            f". These are the bytes of process 0 of {count}; each process logs the damage that it finds" * (count > 1),
         )
         self._components.storage.durable.stock.lock_default_item(restored.default_item)
         self._logger.log_entry(restore_entry(began, restored.save_id.step, directory, self._spans))

@@ -60,6 +60,11 @@ class Inventory:
         """This process's report of a save on its host; `refusal`: why it cannot be read from there."""
         return save.report(self._rank, refusal, linked=self.client is not None).to_json()
 
+    @property
+    def repair_command(self) -> str:
+        """The command that repairs what this host's tiers and the durable one hold, from copies that are intact."""
+        return self.local.repair_command(self.durable.url)
+
     def reports(self) -> list[list[Any]]:
         """This process's reports of the saves on its host."""
         return [self.report(save) for save in self.local.saves().values()]

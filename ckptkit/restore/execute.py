@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,15 @@ class LocalRead:
         self._durable = durable
         self._events = events
         self.meter = Meter()  # of the bytes that `read` has read
+        self.damaged: set[str] = set()  # tiers whose copy of the save had a damaged cell, since `begin`
+        self._reported: set[str] = set()
+        self._reporting = threading.Lock()
+
+    def begin(self) -> None:
+        """A restore begins: what it cannot use is reported once, however often it is tried."""
+        self.meter.begin(0)
+        self.damaged.clear()
+        self._reported.clear()
 
     def read(self, prepared: Prepared, proves: VerifySelection, shared: Shared | None = None) -> Verified:
         """All that `prepared` plans, less what `shared` has already."""
@@ -161,10 +171,17 @@ class LocalRead:
         return (handler_for(name, arg), arg) if arg is not None else registered(handler_for, name, kind)
 
     def rejected(self, save_id: SaveId, proves: VerifySelection) -> OnRejected:
-        """Reports damaged sources in an event. Damage found by a sample raises at once."""
+        """Reports damaged sources in an event: one for each file or cell. Damage found by a sample raises at once."""
 
         def emit(tier: str, error: CheckpointError) -> None:
-            self._events.emit(Kind.REJECTED, step=save_id.step, tier=tier, reason=str(error))
+            owner, reason = error.tier or tier, str(error)
+            with self._reporting:
+                is_new = reason not in self._reported
+                self._reported.add(reason)
+                if isinstance(error, CorruptCheckpointError):
+                    self.damaged.add(owner)
+            if is_new:
+                self._events.emit(Kind.REJECTED, step=save_id.step, tier=owner, reason=reason)
             if proves.is_sample and isinstance(error, CorruptCheckpointError):
                 raise error
 

@@ -77,13 +77,21 @@ class LocalTiers:
         self._host_dirs = host_dirs
         self._events = events
         self._manifests = ManifestCache()
+        self._reported: set[str] = set()  # since the last look
         self.refused: str | None = None  # what may not be read, at the last look: it is not absent
         self.damaged = 0  # manifests, at the last look: what they recorded is not known
+
+    def repair_command(self, url: str) -> str:
+        """The command that repairs what these tiers and the durable root at `url` hold, from copies that are intact."""
+        tiers = "".join(f" --tier {host_dir.parents[1]}" for host_dir in self._host_dirs.values())
+        hosts = "".join(f" --host-id {name}" for name in {host_dir.name for host_dir in self._host_dirs.values()})
+        return f"ckptkit scrub {url}{tiers}{hosts} --repair"
 
     def saves(self) -> dict[SaveId, LocalSave]:
         """Every save with a readable manifest on this host. Damage is reported in events."""
         found: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
         self.refused, self.damaged = None, 0
+        self._reported.clear()
         for tier, host_dir in self._host_dirs.items():
             pairs, damaged = read_manifests(slot_directories(host_dir), self._manifests)
             self.damaged += len(damaged)
@@ -119,14 +127,19 @@ class LocalTiers:
         try:
             slot = SlotReader(directory, manifest, proves, on_disk=tier == SSD)
         except (OSError, ValueError) as error:  # the slot is missing or empty: try the next source
-            self._events.emit(Kind.REJECTED, step=step, tier=tier, reason=str(error))
+            self._report(step, tier, str(error))
             self._note_refusal(error, f"slot {directory / manifest.slot}: {error}")
             return None
         inside = within(manifest, slot.size_bytes)
         if inside != manifest:
             reason = f"slot {directory / manifest.slot} has {slot.size_bytes} bytes, and boxes beyond its end"
-            self._events.emit(Kind.REJECTED, step=step, tier=tier, reason=reason)
+            self._report(step, tier, reason)
         return Source(tier=tier, manifests=(inside,)), _SlotBoxes(slot, directory, manifest, proves)
+
+    def _report(self, step: int, tier: str, reason: str) -> None:
+        if reason not in self._reported:
+            self._reported.add(reason)
+            self._events.emit(Kind.REJECTED, step=step, tier=tier, reason=reason)
 
     def _note_refusal(self, error: BaseException | None, text: str) -> None:
         if isinstance(error, PermissionError):
@@ -151,20 +164,21 @@ def together(
     If several hold a box, the first one that verifies is returned; damage in a sample raises at once. If none verifies
     and one did not answer, that one is the error: its copy may be intact.
     """
-    by_box: dict[tuple[str, tuple[str, ...], Box], list[tuple[LeafRecord, BoxRecord, BoxReader]]] = {}
+    by_box: dict[tuple[str, tuple[str, ...], Box], list[tuple[LeafRecord, BoxRecord, BoxReader, str]]] = {}
     for source, reader in pairs:
         for manifest in source.manifests:
             for item, leaves in manifest.arrays.items():
                 for leaf in leaves:
                     for record in leaf.boxes:
-                        by_box.setdefault((item, leaf.path, record.box), []).append((leaf, record, reader))
+                        by_box.setdefault((item, leaf.path, record.box), []).append((leaf, record, reader, source.tier))
 
     def read(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         failed: CheckpointError | None = None
-        for theirs, stored, reader in by_box[item, leaf.path, record.box]:
+        for theirs, stored, reader, owner in by_box[item, leaf.path, record.box]:
             try:
                 return reader(item, theirs, stored, wanted, into)
             except (CorruptCheckpointError, PeerUnreachableError) as error:
+                error.tier = error.tier or owner
                 if proves.is_sample and isinstance(error, CorruptCheckpointError):
                     raise
                 failed = failed if isinstance(failed, PeerUnreachableError) else error

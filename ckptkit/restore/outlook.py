@@ -109,7 +109,8 @@ def outlook(
             problems=tuple(problems),
         )
     if rejected:
-        raise NoRestorableStepError(rejected, path=url)
+        given = "".join(f" --tier {tier}" for tier in tiers) + f" --host-id {host_id}" * bool(tiers)
+        raise NoRestorableStepError(rejected, path=url, repair=f"ckptkit scrub {url}{given} --repair")
     if names and step is not None:
         raise StepNotFoundError(f"step {step} is not in {url} or in this host's tiers", step=step, path=url)
     raise nothing_at(url, "no step can be restored, here or in a given tier")

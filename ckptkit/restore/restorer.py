@@ -26,6 +26,7 @@ from ckptkit.job.coordination import Job, ScopedCoordinator
 from ckptkit.job.vote import act_together
 from ckptkit.model.manifest import SaveId, itemsize_of
 from ckptkit.model.policies import RestoreOptions
+from ckptkit.model.tiers import DURABLE
 from ckptkit.model.verify_mode import Verify, VerifySelection, begin
 from ckptkit.restore.broadcast.coordinator import Broadcaster
 from ckptkit.restore.broadcast.cost_model import BroadcastChoice
@@ -77,6 +78,7 @@ class Restored:
     slot_bytes: int  # that a save of the same would take
     read_bytes: Mapping[str, int] = field(default_factory=dict)  # by tier
     duration_s: float = 0.0  # from the call to the placed items
+    damaged: frozenset[str] = frozenset()  # tiers whose copy had a damaged cell, which this process read elsewhere
     proven: bool = True  # every cell, by its digest; False for a step of stock Orbax, which has none
 
 
@@ -115,7 +117,7 @@ class Restorer:
         """
         self._begun_s = clock.monotonic_s()
         self._coordinator.begin(about)
-        self._reading.meter.begin(0)
+        self._reading.begin()
         self._waits_for = "what the tiers of all processes hold"
         wanted = replace(wanted, proves=begin(self._verify))
         found = self._inventory.local.saves()
@@ -136,6 +138,8 @@ class Restorer:
                 outcome = refusal or self._try(candidate, *held, wanted, caller)
                 if isinstance(outcome, Restored):
                     rejected += _unidentified(candidates, above=candidate.save_id)
+                    if _unknown(candidate.save_id.step) in [each.save_id for each in candidates]:
+                        return replace(outcome, damaged=outcome.damaged | {DURABLE})
                     return outcome
                 incomplete = outcome == candidate.uncommitted
                 rejected.append(
@@ -155,7 +159,8 @@ class Restorer:
             )
         if all(ItemNotFoundError.__name__ in each.reason for each in rejected):
             raise ItemNotFoundError("; ".join(dict.fromkeys(each.reason for each in rejected)), path=self._url)
-        raise NoRestorableStepError([(r.where, r.save_id.step, r.reason) for r in rejected], path=self._url)
+        reasons = [(r.where, r.save_id.step, r.reason) for r in rejected]
+        raise NoRestorableStepError(reasons, path=self._url, repair=self._inventory.repair_command)
 
     def waiting_text(self) -> str:
         """The event that the restore under way waits for, and its progress, as text. Safe from other threads."""
@@ -247,6 +252,7 @@ class Restorer:
         proved whole, before anything is given back.
         """
         save_id = candidate.save_id
+        self._reading.damaged.clear()
         self._waits_for = f"a plan of all processes for step {save_id.step}"
         own = prepared.holdings if prepared is not None else self._inventory.local.holdings(local, wanted.proves)
         search = self._search(candidate, own, wanted)
@@ -280,6 +286,7 @@ class Restorer:
             slot_bytes=0 if proven.prepared is None else _slot_bytes(proven.prepared.targets),
             read_bytes=proven.read_bytes,
             duration_s=duration_s,
+            damaged=frozenset(self._reading.damaged),
             proven=proven.proves.proves_all and proven.prepared is not None and proven.prepared.is_proven,
         )
 
@@ -373,10 +380,15 @@ class Restorer:
         return {"broadcast": choice.broadcast, "broadcast_why": choice.why}
 
 
+def _unknown(step: int) -> SaveId:
+    """Of a durable step whose damaged sidecars do not tell which save it is."""
+    return SaveId(0, step, 0)
+
+
 def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rejection]:
     """The steps above a save whose damaged sidecars do not tell their age: they are tried after all others."""
     why = f"{CorruptCheckpointError.__name__}: its sidecars are damaged: which save it is cannot be read"
-    unknown = [each for each in candidates if each.save_id == SaveId(0, each.save_id.step, 0)]
+    unknown = [each for each in candidates if each.save_id == _unknown(each.save_id.step)]
     return [
         Rejection(save_id=each.save_id, where=each.where, reason=why)
         for each in unknown

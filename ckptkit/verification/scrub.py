@@ -20,7 +20,7 @@ from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
 from ckptkit.inspection.shares import read_shares
 from ckptkit.inspection.steps import slots_of_root
 from ckptkit.model import paths
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.slots.latest_pointer import LostManifestError
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
@@ -253,8 +253,12 @@ class _Scrubber:
             act, reason = "quarantine", str(error)
             if _restorable(proof, place.url):
                 act, reason = "leave", f"ckptkit can restore it, stock Orbax may not; {error}"
-            elif self._others_may_hold(sources):
-                act, reason = "leave", f"{error}; other hosts of its job may hold it: run scrub there"
+            elif others_may_hold(sources.manifests, self._host_id):
+                act = "leave"
+                reason = (
+                    f"{error}; other hosts of its job may hold it: run scrub there. If none does, "
+                    f"CheckpointManager.delete({proof.step}) deletes it"
+                )
             elif (why := self._quarantine_refused(each, kind)) is not None:
                 act, reason = "leave", f"{why}; {error}"
             elif self._repair:
@@ -300,17 +304,21 @@ class _Scrubber:
             return announced_deletions(self._place.store)
         return set()
 
-    @staticmethod
-    def _others_may_hold(sources: Sources) -> bool:
-        """Whether the save is of several processes, and the slots of some are not on this host."""
-        slots = {each.writer.process for each in sources.manifests if each.slot}
-        return any(len(slots) < each.writer.count for each in sources.manifests if each.writer.count > 1)
-
     def _save_of(self, step: int) -> SaveId | None:
         """The save of a step whose sidecars are damaged, where only one of that step is in the slots."""
         saves = {proof.share.manifest.save_id for proof in self._shares}
         same = [save_id for save_id in saves if save_id.step == step]
         return same[0] if len(same) == 1 else None
+
+
+def others_may_hold(manifests: Sequence[Manifest], host_id: str) -> bool:
+    """Whether slots of a save may be on other hosts than `host_id`: it is of several processes, and the slots of some
+    are not among `manifests`, those of every place on this host."""
+    slots = {each.writer.process for each in manifests if each.slot}
+    hosts = {each.writer.process: each.writer.host for each in manifests}
+    count = max((each.writer.count for each in manifests), default=1)
+    one_host = len(hosts) == count and set(hosts.values()) == {host_id}
+    return count > 1 and len(slots) < count and not one_host
 
 
 def _kind_of(damaged: DurableStep) -> StepClass:

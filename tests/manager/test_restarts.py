@@ -12,6 +12,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Kind
+from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.restore.candidates import Inventory
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.testing.damage import inflict
@@ -145,6 +146,38 @@ def test_close_warns_of_a_restored_step_that_no_durable_tier_holds(
         manager.save(2, args=ocp.args.StandardSave(state(2)), force=True)  # pyright: ignore[reportCallIssue]
     assert (tmp_path / "durable" / "2").is_dir()
     assert only_in_fast_tiers(caplog) == []
+
+
+def test_damaged_durable_step_that_was_restored_from_elsewhere_is_advised_to_be_repaired(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The only durable copy would stay damaged until the good slots are reused, and nobody be told."""
+    events: list[ckptkit.Event] = []
+    with make_manager(tmp_path / "durable", tmp_path, events) as manager:
+        save(manager, 1)
+    (sidecar,) = (tmp_path / "durable" / "1").rglob("process-0.json")
+    sidecar.write_bytes(b"{")
+    (tmp_path / "durable" / "1" / COMMIT_MARK).write_bytes(b"")  # nothing tells which save it is
+    with make_manager(tmp_path / "durable", tmp_path, events) as manager:
+        assert restored(manager) == 1
+    command = f"ckptkit scrub {tmp_path / 'durable'} --tier {tmp_path / 'ram'} --host-id host --repair"
+    (advice,) = [text for record in caplog.records if "Repair it" in (text := record.getMessage())]
+    assert advice.startswith("restore: step 1 is damaged in the durable tier")
+    assert command in advice
+
+
+def test_failed_restore_ends_with_the_command_that_repairs(tmp_path: Path) -> None:
+    """A person would read the reasons of every candidate, and not know what to run."""
+    with make_manager(tmp_path / "durable", tmp_path, []) as manager:
+        save(manager, 1)
+    for path in (tmp_path / "ram").rglob("step-*.json"):
+        path.write_bytes(b"{")
+    (sidecar,) = (tmp_path / "durable" / "1").rglob("process-0.json")
+    sidecar.write_bytes(b"{")
+    command = f"ckptkit scrub {tmp_path / 'durable'} --tier {tmp_path / 'ram'} --host-id host --repair"
+    manager = make_manager(tmp_path / "durable", tmp_path, [])
+    with manager, pytest.raises(ckptkit.NoRestorableStepError, match=f"Run on each host: `{command}`"):
+        restored(manager)
 
 
 def only_in_fast_tiers(caplog: pytest.LogCaptureFixture) -> list[str]:

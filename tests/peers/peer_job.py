@@ -120,6 +120,7 @@ class Job:
                 },
                 "planned": [dict(e.fields) for e in events if e.kind == "restore_planned"],
                 "rejected": [e.fields["reason"] for e in events if e.kind == "restore_rejected"],
+                "rejected_in": sorted({e.tier for e in events if e.kind == "restore_rejected"}),
                 "incomplete": [e.fields["reason"] for e in events if e.kind == "restore_incomplete"],
             }
 

@@ -95,6 +95,8 @@ def test_damage_is_repaired_from_another_host(found: list[dict[str, Any]]) -> No
     assert first["sources"] == {"ram": WHOLE + SMALL}
     assert second["sources"]["peer"] >= WHOLE
     assert any("has digest" in each for each in second["rejected"])
+    assert len(second["rejected"]) == len(set(second["rejected"])), "each file once"
+    assert second["rejected_in"] == ["ram"], "the tier that has the file"
 
 
 def test_host_with_an_old_ramdisk_is_not_restored_from(found: list[dict[str, Any]]) -> None:

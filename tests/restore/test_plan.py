@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
-from ckptkit.events import EventLog
+from ckptkit.events import Event, EventLog, Kind
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.cells import copy_proven
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.model.verify_mode import VerifySelection
+from ckptkit.restore.execute import LocalRead
 from ckptkit.restore.local_tiers import LocalSave, LocalTiers, together
 from ckptkit.restore.plan import Candidate, RestorePlan, Source, plan_restore, rank_candidates
 from ckptkit.restore.read import execute
@@ -353,3 +354,27 @@ def test_damaged_source_is_replaced_by_the_next_of_the_same_save() -> None:
     assert (told, read_bytes) == (["ram"], {"ssd": 32})
     with pytest.raises(CorruptCheckpointError, match=r"^there: leaf w, cell \(0,\) to \(8,\) has digest"):
         execute(plan, [read_from(bad)] * 2, lambda *_: None, lambda *_: None)
+
+
+def test_damage_is_reported_once_and_for_the_tier_that_has_it() -> None:
+    """One damaged cell would be counted again at every try, and for another host, which has nothing to do with it."""
+    events: list[Event] = []
+    log = EventLog()
+    log.observe(events.append)
+
+    def damaged(*_: Any, **__: Any) -> None:
+        raise CorruptCheckpointError("slot-0.bin: cell 0 has digest 1, not 2")
+
+    ssd = Source(tier="ssd", manifests=(manifest(rows((0, 8))),))
+    _, read = together([(ssd, damaged)], "peer", VerifySelection(), remote=True)
+    leaf = ssd.manifests[0].arrays["state"][0]
+    reading = LocalRead(None, log)
+    for restore in (1, 2):
+        reading.begin()
+        report = reading.rejected(SAVE, VerifySelection())
+        for _ in range(3):
+            with pytest.raises(CorruptCheckpointError) as caught:
+                read("state", leaf, leaf.boxes[0], leaf.boxes[0].box, np.empty(8, np.int32))
+            report("peer", caught.value)
+        assert [(event.kind, event.tier) for event in events] == [(Kind.REJECTED, "ssd")] * restore
+        assert reading.damaged == {"ssd"}

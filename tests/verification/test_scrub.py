@@ -12,9 +12,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.slots.reader import read_manifest
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock
 from ckptkit.verification import Scrub, mend_step
+from ckptkit.verification.scrub import others_may_hold
 from tests.states import abstract, assert_same, make_state, restore_args
 from tests.verification.conftest import HOST, Job
 from tests.verification.test_verify import damage_slot, flip
@@ -357,3 +359,17 @@ def test_running_job_repairs_its_own_slots(job: Job) -> None:
 def slot_of(job: Job, tier: str) -> Path:
     path = job.manifest(tier, 1)
     return path.with_name(read_manifest(path).slot)
+
+
+def test_other_hosts_are_named_only_if_the_job_had_them() -> None:
+    """The operator of a job of one host would look for hosts that never existed, and the damage stay."""
+
+    def share(process: int, host: str, slot: str = "") -> Manifest:
+        writer = Writer(process=process, count=2, host=host)
+        return Manifest(save_id=SaveId(1, 7, 0), writer=writer, slot=slot, arrays={}, inline={})
+
+    assert not others_may_hold([share(0, "a"), share(1, "a")], "a"), "its slots hold newer saves by now"
+    assert others_may_hold([share(0, "a"), share(1, "b")], "a")
+    assert others_may_hold([share(0, "a", "slot-0.bin")], "a"), "the host of process 1 is not known"
+    assert not others_may_hold([share(0, "a", "slot-0.bin"), share(1, "b", "slot-0.bin")], "a"), "both are here"
+    assert not others_may_hold([], "a")
