@@ -78,6 +78,17 @@ DEPTH = click.option("--depth", type=click.IntRange(min=1), metavar="N", help="G
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
 
 
+def root_and_step(root: str, step: int | None) -> tuple[str, int]:
+    """ROOT and STEP of a command that also takes them as one path, ROOT/STEP; a usage error for a root alone."""
+    if step is not None:
+        return root, step
+    parent, _, name = root.rstrip("/").rpartition("/")
+    found = paths.step_of_name(name, temporary=False) if parent else None
+    if found is None:
+        raise click.UsageError(f"{root!r} has no step: write ROOT STEP, or ROOT/STEP as in {root.rstrip('/')}/100")
+    return parent, found
+
+
 def fast_tiers(tiers: Sequence[str], host_id: str | None) -> str:
     """The host whose slots are meant; a usage error for what can be no tier or no host."""
     for tier in tiers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import click
@@ -61,7 +62,9 @@ _METRICS_CHARS = 80
 
 def show_steps(listing: Listing) -> None:
     """Prints it on stdout."""
-    print_line(f"{listing.root}: {count_text(len(listing.steps), 'step')}, host {listing.host_id}")
+    states = Counter(entry.state for entry in listing.steps)
+    others = "".join(f", {count} {state}" for state, count in sorted(states.items()) if state != "committed")
+    print_line(f"{listing.root}: {count_text(states['committed'], 'step')}{others}, host {listing.host_id}")
     for note in listing.notes:
         print_line(f"  {note}")
     if listing.steps:

@@ -7,7 +7,7 @@ import sys
 import click
 
 from ckptkit.cli.exits import Exit, exit_with
-from ckptkit.cli.options import DRY_RUN, HOST_ID, JSON, KEEP, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers
+from ckptkit.cli.options import DRY_RUN, HOST_ID, JSON, KEEP, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers, root_and_step
 from ckptkit.cli.show_verification import progress_line
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
 from ckptkit.model.tiers import DURABLE
@@ -119,28 +119,31 @@ def rollback(
 
 @click.command()
 @click.argument("root")
-@click.argument("step", type=click.IntRange(min=0))
+@click.argument("step", type=click.IntRange(min=0), required=False)
 @click.option("--reason", default="", metavar="TEXT", help="Kept with the pin; `du` shows it.")
 @STEP_PREFIX
 @DRY_RUN
 @JSON
 @TIMEOUT
 def pin(
-    root: str, step: int, reason: str, step_prefix: str | None, dry_run: bool, as_json: bool, timeout_s: float
+    root: str, step: int | None, reason: str, step_prefix: str | None, dry_run: bool, as_json: bool, timeout_s: float
 ) -> int:
-    """Protect the durable STEP of ROOT from every pruning, also by a running job, until `unpin`."""
+    """Protect the durable STEP of ROOT (also given as ROOT/STEP) from every pruning, also by a running job, until
+    `unpin`."""
+    root, step = root_and_step(root, step)
     found = pin_step(root, step, reason=reason, step_prefix=step_prefix, dry_run=dry_run, timeout_s=timeout_s)
     return _pinned(found, dry_run, as_json, "pinned")
 
 
 @click.command()
 @click.argument("root")
-@click.argument("step", type=click.IntRange(min=0))
+@click.argument("step", type=click.IntRange(min=0), required=False)
 @DRY_RUN
 @JSON
 @TIMEOUT
-def unpin(root: str, step: int, dry_run: bool, as_json: bool, timeout_s: float) -> int:
-    """Remove the pin of STEP."""
+def unpin(root: str, step: int | None, dry_run: bool, as_json: bool, timeout_s: float) -> int:
+    """Remove the pin of STEP of ROOT, also given as ROOT/STEP."""
+    root, step = root_and_step(root, step)
     return _pinned(
         unpin_step(root, step, dry_run=dry_run, timeout_s=timeout_s), dry_run, as_json, "not pinned any more"
     )

@@ -44,6 +44,7 @@ _ADOPTION_S = 10.0
 def main() -> None:
     """Runs an order; in a template, in each of its children."""
     mode, fd = sys.argv[1], int(sys.argv[2])
+    _set_title("ckptkit: template of workers")
     if mode == "direct":
         with open(fd, "rb", closefd=True) as file:
             order = json.loads(file.read())
@@ -59,6 +60,8 @@ def run(order: dict) -> None:
     command = order["command"]
     faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True)
     _libc_prctl(_PR_SET_NAME, f"{order['process']}:{os.path.basename(command['target'])}"[:15].encode())
+    words = " ".join(["python", *command["named"], *order["arguments"]])
+    _set_title(f"ckptkit: process {order['process']} of {os.environ.get('CKPTKIT_PROCESSES', '?')}: {words}")
     if order.get("beats") is not None:
         _start_beats(order["beats"])
     if order.get("imports") is not None:
@@ -115,6 +118,17 @@ def _enter(command: dict) -> None:
 
 def _libc_prctl(option: int, value: object) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _set_title(title: str) -> None:
+    """Gives this process a title for `ps`: writes it over the arguments, of which Python has a copy. Too long a title
+    is cut."""
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5), 48 and 49 there
+    room = end - start
+    if room > 1:
+        ctypes.memmove(start, title.encode(errors="replace")[: room - 1].ljust(room, b"\0"), room)
 
 
 def _die_with(parent: int) -> None:

@@ -266,7 +266,7 @@ class SavePipeline:
             return None, Refusal(policy="wait", reason=f"earlier saves were not done within {timeout_s:.1f} s")
         in_flight, in_flight_max = self._in_flight, self._options.in_flight_max
         if in_flight >= in_flight_max:
-            reason = f"too early: {in_flight} snapshots are in flight, in_flight_max={in_flight_max}"
+            reason = f"too early: snapshots in flight: {in_flight}, in_flight_max={in_flight_max}"
             return None, Refusal(policy="skip", reason=reason)
         staging, name, size_bytes = self._tiers.staging, self._tiers.staging_name, save.description.slot_bytes
         try:

@@ -20,7 +20,7 @@ from ckptkit.util.pages import PAGE_BYTES
 
 _T = TypeVar("_T")
 _held = set[int]()  # descriptors of directories that were taken
-LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
+LESS_ON_MOUNT = "give fewer slots (`slots` or `keep` of the tier, `in_flight_max`), or leave this tier out"
 
 
 def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, int]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 from ckptkit.errors import StoreFullError
+from ckptkit.util.sizes import size_text
 
 CONTAINER_SHM_BYTES = 64 << 20  # what Docker and Kubernetes give /dev/shm where nobody asks for more
 _UNLIMITED_BYTES = 1 << 60  # version 1 writes "no limit" as a huge number, rounded to pages
@@ -94,7 +95,8 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 def refuse_beyond(room: Room | None, missing_bytes: int, needs: str, less: str) -> None:
     """Raises `StoreFullError` where `missing_bytes` are more than `room` has."""
     if room is not None and missing_bytes > room.free_bytes:
-        raise store_full(room, needs, less)
+        free, missing = size_text(room.free_bytes), size_text(missing_bytes)
+        raise store_full(replace(room, where=f"{room.where} ({missing} needed, {free} free)"), needs, less)
 
 
 def store_full(room: Room, needs: str, less: str) -> StoreFullError:

@@ -54,7 +54,7 @@ def test_lists_steps_of_all_tiers_and_states(ckpt: Run, ours: Ours) -> None:
 def test_text_table_has_all_columns(ckpt: Run, ours: Ours) -> None:
     """The table that people read would lose a column."""
     lines = ckpt("steps", ours.root, *tiers(ours)).out.splitlines()
-    assert lines[0] == f"{ours.root}: 4 steps, host {HOST}"
+    assert lines[0] == f"{ours.root}: 2 steps, 2 abandoned, host {HOST}"
     (row,) = [line.split() for line in lines if line.split()[:1] == ["8"]]
     assert row[:5] == ["8", "abandoned", "8@1.8", f"{ours.ram},", "durable"]
     assert row[-5:] == ["1", "of", "1", "data,", "state"]
@@ -134,7 +134,7 @@ def test_unfinished_and_damaged_steps_are_marked(ckpt: Run, mine: Ours) -> None:
     assert str(mine.manifest(5)) in said.err
     assert f"step 8 in {mine.root / '8'}: manifest" in said.err
     assert f"step 16 in {mine.root / '16'}: it holds no item" in said.err
-    assert said.out.count("damaged") == 3
+    assert said.out.count("  damaged  ") == 3
 
 
 def test_durable_step_missing_a_process_record_is_damaged(ckpt: Run, mine: Ours) -> None:

@@ -44,7 +44,10 @@ def test_commands_work_in_sequence(ckpt: Run, mine: Ours, tmp_path: Path) -> Non
     assert found["prune"]["freed_bytes"] == found["dead"][0]["bytes"] == found["steps"][1]["bytes"]
     assert found["tiers"][0]["saves"][-1] == {"step": 5, "epoch": 2, "number": 0}
     assert "a pruning would free" in ckpt("du", mine.root, "--keep", "newest=1").out
+    assert "pinned are: 8" in ckpt("pin", mine.root / "8").out
     assert "pinned are: 8" in ckpt("pin", mine.root, "8", "--reason", "paper").out
+    alone = ckpt("unpin", mine.root)
+    assert (alone.code, f"write ROOT STEP, or ROOT/STEP as in {mine.root}/100" in alone.err) == (2, True), alone.err
     assert "abandoned, pinned (paper)" in ckpt("du", mine.root).out
     assert json.loads(ckpt("prune", mine.root, "--keep", "newest=1", "--json").out)["freed_bytes"] == 0
     assert ckpt("unpin", mine.root, "8").code == 0

@@ -500,3 +500,17 @@ def test_json_and_status_say_what_happened(tmp_path: Path) -> None:
         text=True,
     )
     assert json.loads(plan.stdout)["start"] == "warm"
+
+
+def test_a_worker_has_the_name_of_its_process_and_command(tmp_path: Path) -> None:
+    """A person who looks for the worker to kill would find the template's command line for each."""
+    code = "import os\nprint(open('/proc/self/cmdline').read().rstrip(chr(0)), flush=True)"
+    script = write(tmp_path / "s.py", code)
+    for warm in (WarmStart(preload=("json",)), WarmStart(is_cold=True)):
+        job = Job([PYTHON, script, "a"], processes=2, warm=warm)
+        assert job.run() == ExitCode.OK, job.lines
+        whole = [f"ckptkit: process {process} of 2: python {script} a" for process in (0, 1)]
+        assert len(job.texts) == 2
+        for expected, shown in zip(whole, sorted(job.texts), strict=True):
+            assert expected.startswith(shown), "cut where the place of the arguments ends"
+            assert shown.startswith(expected[:32])

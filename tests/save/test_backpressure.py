@@ -98,7 +98,7 @@ def test_early_save_is_skipped_and_reported(tmp_path: Path) -> None:
         job.save(3)
         job.manager.wait_until_finished()
         assert job.steps("ram")[-2:] == [1, 3]
-    too_early = "process 0: too early: 1 snapshots are in flight, in_flight_max=1"
+    too_early = "process 0: too early: snapshots in flight: 1, in_flight_max=1"
     assert job.said(Kind.SKIPPED, "policy", "reason") == [(2, "ram", "skip", too_early)]
 
 

@@ -22,6 +22,7 @@ from ckptkit.slots import reader as slot_reader
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.reader import SlotReader, read_manifest, read_manifests, slot_directories
 from ckptkit.store import LocalStore
+from ckptkit.util.sizes import size_text
 from tests.mounts import Mounts
 from tests.slots.arenas import PAGE, commit, die, fill, prove, proven, save_of, write
 
@@ -181,10 +182,11 @@ def test_full_tmpfs_error_reports_needed_and_free_bytes(tmp_path: Path, mounts: 
         arena.acquire(300 * PAGE)
     free = os.statvfs(mount).f_bavail * os.statvfs(mount).f_frsize
     assert str(caught.value) == (
-        f"slot {mount}/host/0/slot-1.bin needs {300 * PAGE} bytes, {free} are free in {mount}/host/0; "
+        f"slot {mount}/host/0/slot-1.bin needs {300 * PAGE} bytes, {free} are free in {mount}/host/0 "
+        f"(1.2 MiB needed, {size_text(free)} free); "
         "the whole mount has 2097152 bytes, as a container's own /dev/shm does: run Docker with --shm-size, or "
-        "mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram, give fewer slots, or leave "
-        "this tier out"
+        "mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram, give fewer slots "
+        "(`slots` or `keep` of the tier, `in_flight_max`), or leave this tier out"
     )
     assert isinstance(caught.value, OSError)
     assert proven(mount / "host" / "0") == {save_of(1)}
