@@ -229,7 +229,7 @@ def plan(
     except InputError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
-    print_plan(made, keep=keep)
+    print_plan(made, keep=keep, devices_per_host=devices_per_host)
 
 
 @main.command()

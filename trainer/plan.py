@@ -243,10 +243,13 @@ def _spec_text(sharding: NamedSharding) -> str:
     return ", ".join("-" if entry is None else str(entry) for entry in sharding.spec) or "whole"
 
 
-def print_plan(plan: Plan, *, keep: int, console: Console | None = None) -> None:
+def print_plan(plan: Plan, *, keep: int, devices_per_host: int, console: Console | None = None) -> None:
     """Print the plan: three tables and the verdict. `keep` is the number of durable steps."""
     console = console or Console(width=None if sys.stdout.isatty() else 110)
-    console.print(f"{plan.parameters / 1e9:.2f} B parameters on mesh {plan.mesh}: {plan.mesh.devices} devices")
+    console.print(
+        f"{plan.parameters / 1e9:.2f} B parameters on mesh {plan.mesh}: {plan.mesh.devices} devices, "
+        f"hosts of {devices_per_host} devices"
+    )
     console.print(_sharding_table(plan))
     console.print(_memory_table(plan))
     console.print(

@@ -17,6 +17,7 @@ from ckptkit.cli.progress import counting_bar
 from ckptkit.cli.text import print_json, print_line, print_table, size_text
 from ckptkit.goodput.prices import JobPrice, Price
 from ckptkit.schedule import simulation as sim
+from ckptkit.schedule.simulation.cluster import TIER_ASSUMPTIONS
 from ckptkit.util.clock import time_text
 
 _DAY_S = 86400.0
@@ -350,6 +351,7 @@ def _show(job: _Job, results: Sequence[sim.Result]) -> None:
             for t in job.cluster.tiers
         ],
     )
+    print_line(TIER_ASSUMPTIONS)
     print_line()
     head = ["policy", "goodput", "95 % +-", "oracle less it", "95 % +-", "stall", "lost", "down"]
     print_table(

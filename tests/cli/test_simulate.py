@@ -41,6 +41,8 @@ def test_presets_state_their_source_and_assumptions(capsys: pytest.CaptureFixtur
     assert main(["simulate", "--preset", preset, "--runs", "3", "--days", "2", "--policy", "levels"]) == 0
     out = capsys.readouterr().out
     assert "Assumed:" in out
+    assert "each host writes 8 GB/s to ram, 2 GB/s to ssd, 5 GB/s to peer, 0.5 GB/s to durable" in out
+    assert "a save stalls for 0.1 of its copy from the devices at 10 GB/s" in out
     assert "oracle" in out
 
 

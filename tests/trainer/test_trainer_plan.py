@@ -44,12 +44,13 @@ def test_gpt3_plan_that_does_not_fit_suggests_a_mesh(plan: Plan):
 def test_plan_is_printed_with_sources_and_totals(plan: Plan):
     """The command would compute and not tell."""
     out = io.StringIO()
-    print_plan(plan, keep=3, console=Console(file=out, width=110))
+    print_plan(plan, keep=3, devices_per_host=8, console=Console(file=out, width=110))
     text = " ".join(out.getvalue().split())
     assert "blocks/*/attention/key_value" in text
     assert "arXiv:2205.05198" in text
     assert "The smallest fsdp that does is 6" in text
     assert "data=8,fsdp=6,model=8, 384 devices" in text
+    assert "64 devices, hosts of 8 devices" in text
     assert "Not counted: a second copy of the gradients (87.29 GB)" in text
     assert "8,379.20 GB │ 3 steps kept and one being written" in text, "a bucket sized for three steps is full"
 
@@ -110,7 +111,7 @@ def test_offloaded_moments_are_counted_on_the_host():
     assert there.memory.total < here.memory.total
     assert there.checkpoint_bytes == here.checkpoint_bytes
     out = io.StringIO()
-    print_plan(there, keep=3, console=Console(file=out, width=110))
+    print_plan(there, keep=3, devices_per_host=8, console=Console(file=out, width=110))
     text = " ".join(out.getvalue().split())
     assert "Offloaded moments take 698.41 GB of pinned memory on a host" in text
 

@@ -27,6 +27,12 @@ _COPY_RATE = 10e9  # bytes/s from device to host, per host
 _COPY_CONTENTION = 0.1  # share of that copy that the step loop feels: an overlapped copy takes memory bandwidth
 _STALL_MIN_S = 0.01  # what a save takes from the step loop however small it is
 _RESTORE_MIN_S = 2.0  # listing, planning, agreeing
+TIER_ASSUMPTIONS = (
+    "assumed, where no time is given: each host writes "
+    + ", ".join(f"{rate / 1e9:g} GB/s to {name}" for name, rate in _RATE_PER_HOST.items())
+    + f" (all together {_DURABLE_RATE_MAX / 1e9:g} GB/s at most); a save stalls for {_COPY_CONTENTION:g} of its copy "
+    f"from the devices at {_COPY_RATE / 1e9:g} GB/s"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
