@@ -44,6 +44,9 @@ def exit_of(error: BaseException) -> Exit:
 def _exit_of(error: BaseException) -> Exit:
     if isinstance(error, click.UsageError):
         error.show(sys.stderr)
+        if isinstance(error, click.MissingParameter) and error.ctx is not None and error.ctx.command.epilog:
+            example = error.ctx.command.epilog.partition("Example:")[2].strip()
+            click.echo(f"Example: {example}", err=True)
         return Exit.USAGE
     if isinstance(error, click.ClickException):
         return _said(error.format_message(), Exit.ERROR)

@@ -47,6 +47,8 @@ HOSTILE = (
         ((), 2, "Usage: ckptkit"),
         (("nonsense",), 2, "No such command 'nonsense'"),
         (("inspect",), 2, "Missing argument 'PATH'"),
+        (("explain", "{root}"), 2, "Missing option '--like'.\nExample: ckptkit explain other --like run/200"),
+        (("tiers", "list"), 2, "Example: ckptkit tiers list /dev/shm/ckpt"),
         (("inspect", "{root}", "--depth", "0"), 2, "0 is not in the range"),
         (("inspect", "{root}", "--sort", "age"), 2, "'age' is not one of 'name', 'bytes'"),
         (("steps", "{root}", "--host-id", "../h1"), 2, "host id '../h1' cannot be a directory name"),
