@@ -390,7 +390,7 @@ def test_hundred_restarts_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 BEATS = (
-    "import sys, time\n"
+    "import os, sys, time\n"
     "from ckptkit.util import heartbeat\n"
     "begin = 1 if sys.argv[1] == '0' else 4\n"
     "def stuck():\n"
@@ -400,7 +400,8 @@ BEATS = (
     "    heartbeat.beat(step)\n"
     "    if sys.argv[1] == '0' and step == 5:\n"
     "        print('at 5', flush=True)\n"
-    "        sys.argv[2] == 'hang' and stuck()\n"
+    "        if sys.argv[2] == 'hang' or os.environ['CKPTKIT_PROCESS'] != '0':\n"
+    "            stuck()\n"
     "        sys.exit(3)\n"  # at once: a step just before a loss counts
 )
 
@@ -493,7 +494,7 @@ def test_json_and_status_say_what_happened(tmp_path: Path) -> None:
     assert shown["losses"][0]["ended_s"] > 0
     assert [each["attempt"] for each in shown["recoveries"]] == [1]
     assert shown["code"] == 0
-    assert (tmp_path / "attempt-0-process-1.log").read_text() == "at 5\n"
+    assert (tmp_path / "attempt-0-process-0.log").read_text() == "at 5\n"
     plan = subprocess.run(
         [PYTHON, "-m", "ckptkit.cli", "run", "--dry-run", "--json", *words, "--", PYTHON, script],
         capture_output=True,
