@@ -20,4 +20,6 @@ def plain(value: Any) -> Any:
         return plain_fields(value)
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
-    return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, tuple):  # a named one too, whose type takes its fields one by one
+        return tuple(map(plain, value))
+    return list(map(plain, value)) if isinstance(value, list) else value
