@@ -22,6 +22,7 @@ from ckptkit.model.digests import COPY_PIECE_BYTES, digest_of
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.util.disk_file import FileReads
+from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import empty_block
 
 _RUN_WASTE_MAX = 2  # what a run may copy, over what it was asked for: boxes begin at pages
@@ -45,7 +46,8 @@ def read_manifest(path: Path) -> Manifest:
         raise CorruptCheckpointError(f"manifest {path} is not a regular file", path=str(path))
     if path.stat().st_size > MANIFEST_BYTES_MAX:
         raise CorruptCheckpointError(f"manifest {path} is larger than {MANIFEST_BYTES_MAX} bytes", path=str(path))
-    manifest = Manifest.from_bytes(path.read_bytes(), path=str(path))
+    with collection_paused():  # half of the time otherwise: a manifest is many objects that all stay
+        manifest = Manifest.from_bytes(path.read_bytes(), path=str(path))
     if paths.slot_index(manifest.slot) is None or manifest_name_of(manifest.save_id) != path.name:
         raise CorruptCheckpointError(
             f"manifest {path} names slot {manifest.slot!r} and save {manifest.save_id}", path=str(path)

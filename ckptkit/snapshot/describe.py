@@ -218,9 +218,7 @@ class _Leaves:
             ),
             holders=form.holders,
             devices=devices,
-            local_replicas=tuple(
-                [tuple([each for each in all_ if each != dev]) for all_, dev in zip(form.holding, devices, strict=True)]
-            ),
+            local_replicas=_others(form.holding, devices),
             first=len(devices) == 1 and form.holding[0][0] == devices[0],
         )
 
@@ -277,12 +275,20 @@ def _least_loaded(holding: Sequence[Any], nbytes: int, load: dict[Any, int]) -> 
     return device
 
 
+@lru_cache(maxsize=4096)
+def _others(holding: tuple[tuple[Any, ...], ...], devices: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
+    """For each box, the devices of `holding` that hold it besides the one in `devices`."""
+    return tuple(tuple(each for each in all_ if each != device) for all_, device in zip(holding, devices, strict=True))
+
+
 def _share_bytes(sources: Sequence[LeafSource]) -> int:
     everywhere_bytes, by_process = 0, Counter[int]()
-    for source in sources:
-        for box, processes in source.holders.items():
-            taken_bytes = _slot_bytes(box, source.record.itemsize)
-            if source.sharding is None:  # every process stores it
+    alike = Counter((id(source.holders), source.sharding is None, source.record.itemsize) for source in sources)
+    of_id = {id(source.holders): source.holders for source in sources}
+    for (holders, on_each, itemsize), count in alike.items():
+        for box, processes in of_id[holders].items():
+            taken_bytes = count * _slot_bytes(box, itemsize)
+            if on_each:  # every process stores it
                 everywhere_bytes += taken_bytes
             else:
                 by_process.update(dict.fromkeys(processes, taken_bytes))

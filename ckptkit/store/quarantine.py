@@ -82,8 +82,13 @@ def _locked(held: ExitStack, directory: Path, name: str, target: str) -> bool:
 
 
 def exchange(a: Path, b: Path) -> None:
-    """Two names change places in one step, so that neither is ever absent. Raises OSError."""
+    """Two names change places in one step, so that neither is ever absent, and both directories are synced.
+
+    Raises OSError.
+    """
     rename = ctypes.CDLL(None, use_errno=True).renameat2
     if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(b))
+    for directory in (b.parent, a.parent):
+        sync_directory(directory)

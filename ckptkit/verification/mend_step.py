@@ -60,7 +60,6 @@ def _mend(
         if identity_of(Place.open(str(copy), timeout_s=timeout_s)) != before:
             exchange(copy, Path(place.url))
             return "it was replaced meanwhile"
-        sync_directory(root)
         move_aside(copy, root / paths.SIDECAR_DIR / QUARANTINE_DIR, place.name)
         return None
     except FileNotFoundError:
