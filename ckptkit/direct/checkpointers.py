@@ -19,6 +19,9 @@ class _Direct:
     """Of a checkpointer whose handler keeps digests."""
 
     _handler: Any
+    _temporary_path_class: Any
+    _metadata_store: Any
+    _file_options: Any
 
     @property
     def handler(self) -> Any:
@@ -26,10 +29,18 @@ class _Direct:
         return getattr(self._handler, "stock", self._handler)
 
     def get_temporary_path(self, directory: Any) -> Any:
-        """As Orbax's. On a disk, a power failure does not undo its commit."""
+        """As Orbax's. On a disk, a power failure does not undo its commit; on a mount that does not rename a directory
+        in one step, a mark that is written last commits, as in a bucket."""
         stock: Any = super()
-        path = stock.get_temporary_path(directory)
-        return _Synced(path) if properties_of(root_url(directory)).file_system else path
+        properties = properties_of(root_url(directory))
+        if properties.file_system and not properties.atomic_rename and self._temporary_path_class is None:
+            mark = ocp.path.atomicity.CommitFileTemporaryPath
+            path: Any = mark.from_final(
+                directory, checkpoint_metadata_store=self._metadata_store, file_options=self._file_options
+            )
+        else:
+            path = stock.get_temporary_path(directory)
+        return _Synced(path) if properties.file_system else path
 
 
 class _Synced:

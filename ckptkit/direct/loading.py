@@ -7,12 +7,14 @@ import os
 from dataclasses import dataclass
 from typing import Any, final
 
+from ckptkit.durable.lifecycle.classify import is_committed
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.durable.signatures import TrustedKey
 from ckptkit.errors import CorruptCheckpointError, UntrustedStepError
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import Coordinator, ScopedCoordinator, make_coordinator
 from ckptkit.job.vote import act_together
+from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE
 from ckptkit.model.verify_mode import VerifySelection
@@ -21,6 +23,7 @@ from ckptkit.restore.local_tiers import Holdings
 from ckptkit.restore.plan import Source
 from ckptkit.restore.prepare import Prepared, Preparer
 from ckptkit.restore.request import RestoreRequest
+from ckptkit.store import open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,17 @@ class Loaded:
 
     tree: Any = None
     proven: bool
+
+
+def _refuse_unfinished(url: str) -> None:
+    """Raises `CorruptCheckpointError` for a directory that a save to a mounted bucket left without its mark: it has a
+    part of the tree, and may have no digests yet."""
+    store = open_store(url)
+    if store.properties.atomic_rename or not store.properties.file_system:
+        return
+    names = [name for name in (paths.STEP_METADATA, paths.COMMIT_MARK) if store.stat(name) is not None]
+    if names and not is_committed(url.rpartition("/")[2], names, store.properties, store.get):
+        raise CorruptCheckpointError(f"{url} was not committed: its save was interrupted; save it again", path=url)
 
 
 @final
@@ -58,6 +72,8 @@ class Loader:
             key = None if self._trusted is None else TrustedKey(self._trusted)
             reader = DurableReader(parent, step=None, item=item, trusted=key)
             manifests = tuple(reader.manifests(to_read=True))
+            if not manifests:
+                _refuse_unfinished(url)
             return _prepared(Preparer(url, coordinator), reader, manifests, request) if manifests else None
 
         reading = LocalRead(None, EventLog())
