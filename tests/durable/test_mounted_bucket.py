@@ -209,7 +209,7 @@ def test_crash_after_any_change_leaves_the_whole_step_or_none(mounted_bucket: Mo
 def test_crash_of_one_tree_after_any_change_leaves_the_whole_tree_or_none(mounted_bucket: MountedBucket) -> None:
     """`ckptkit.save` to a mount: a load would find a part of the tree, without the digests that tell so. The mount
     dies after every change; then the tree is read, and saved again."""
-    tree = {"w": np.arange(3000.0), "b": np.arange(3.0)}
+    path, tree = mounted_bucket.path, {"w": np.arange(3000.0), "b": np.arange(3.0)}
     outcomes: list[bool] = []
     for changes_max in itertools.count():
         path = mounted_bucket.path / f"tree-{changes_max}"
