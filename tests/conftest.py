@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -16,7 +17,9 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from ckptkit.store.remote import forget_listings
 from tests.mounts import Mounts
@@ -26,6 +29,13 @@ if TYPE_CHECKING:
     from ckptkit.testing.bucket import BucketServer
     from ckptkit.testing.mount import MountedBucket
 
+# Trainers that the tests start keep compiled programs in one directory: the first of a kind compiles for eight seconds
+# of processor time, the others load. This process does not, outside of a trainer.
+COMPILED = "JAX_COMPILATION_CACHE_DIR"
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not IS_WORKER:
+    os.environ[COMPILED] = tempfile.mkdtemp(prefix="ckptkit-tests-compiled-")
+jax.config.update("jax_compilation_cache_dir", None)
 
 # Set by `.ci/run` where `make setup-system` and `make setup-cluster` succeeded.
 TOOLS_ARE_THERE = "CKPTKIT_TOOLS_ARE_THERE"
@@ -68,6 +78,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"slowest {SLOWEST} files")
         for name, spent_s in sorted(_spent_s.items(), key=lambda each: -each[1])[:SLOWEST]:
             terminalreporter.write_line(f"{spent_s:.1f} s  {name}")
+
+
+def pytest_unconfigure() -> None:
+    """The process that made the directory of compiled programs removes it."""
+    if not IS_WORKER:
+        shutil.rmtree(os.environ[COMPILED], ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compile_cache() -> Iterator[None]:
+    """A trainer in this process turns JAX's cache on for the process; it is off again for the next file."""
+    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+    yield
+    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture

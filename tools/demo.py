@@ -154,7 +154,7 @@ def trainer_command(places: Places, name: str, seed: int) -> list[str]:
     words = [sys.executable, "-m", "trainer", "--preset", "tiny", "--mesh", MESH, "--log-every", "1"]
     words += ["--steps", str(STEPS), "--seed", str(seed), "--run-dir", str(places.root / name)]
     words += ["--corpus-dir", str(places.root.parent / "corpus")]  # named by its digest: kept for the next demo
-    words += ["--compile-cache", str(places.root / "compile-cache")]
+    words += ["--compile-cache", os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(places.root / "compile-cache")]
     words += ["--proof", str(places.root / name / "proof")]
     return [*words, "--coordinator", "{coordinator}", "--processes", "{processes}", "--process", "{process}"]
 

@@ -39,7 +39,7 @@ class Run:
     directory: Path
     batch: int
     steps: int
-    cache: Path
+    corpus: Path
     keeps: bool = True  # checkpoints
     proofs: list[Path] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Run:
         words = [sys.executable, "-m", "trainer", "--preset", "tiny-mha", "--seed", "5", "--log-every", "1"]
         words += ["--steps", str(self.steps), "--mesh", shape.mesh, "--global-batch", str(self.batch)]
         words += ["--data", str(Path(asyncio.__file__).parent), "--run-dir", str(self.directory)]
-        words += ["--corpus-dir", str(self.cache / "corpus"), "--compile-cache", str(self.cache / "compiled")]
+        words += ["--corpus-dir", str(self.corpus)]
         words += ["--proof", str(proof), "--events", str(self.directory / "events"), "--attempt", "{attempt}"]
         if self.keeps:
             words += ["--checkpoint", str(self.directory / "durable"), "--save-every", "50", "--grace-s", "100"]

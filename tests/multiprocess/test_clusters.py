@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.launch import ExitCode
+from tests.forked import run_forked
 from tests.multiprocess.starters import environment, run, running_slurm, skip_without, started
 
 ROOT = Path(__file__).parents[2]
@@ -23,14 +24,14 @@ SCRIPT = ROOT / "deploy" / "slurm.sbatch"
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("clusters-cache")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus")
 
 
-def flags(root: Path, cache: Path, steps: int) -> list[str]:
+def flags(root: Path, corpus: Path, steps: int) -> list[str]:
     words = ["--preset", "tiny", "--steps", str(steps), "--mesh", "fsdp=2", "--log-every", "1"]
     words += ["--data", str(Path(asyncio.__file__).parent), "--run-dir", str(root / "run")]
-    words += ["--corpus-dir", str(cache / "corpus"), "--compile-cache", str(cache / "compiled")]
+    words += ["--corpus-dir", str(corpus), "--schedule-steps", "60"]  # one program for all jobs
     return [*words, "--checkpoint", str(root / "durable"), "--ram", str(root / "ram"), "--events", str(root / "events")]
 
 
@@ -41,19 +42,19 @@ def assert_is_one_job(said: str, root: Path) -> None:
     assert logs == ["attempt-0-process-0.jsonl", "attempt-0-process-1.jsonl"]
 
 
-def test_trainer_finds_its_peers_under_mpirun(tmp_path: Path, cache: Path) -> None:
+def test_trainer_finds_its_peers_under_mpirun(tmp_path: Path, corpus: Path) -> None:
     """Breaks when two tasks train two models, each for itself, or each takes itself for process 0."""
     skip_without("mpirun")
-    command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, cache, 3)]
+    command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, corpus, 3)]
     code, said = run("mpirun", command, processes=2, devices=1, root=tmp_path)
     assert code == 0, said
     assert_is_one_job(said, tmp_path)
 
 
-def test_job_preempted_by_slurm_saves_and_exits_75(tmp_path: Path, cache: Path) -> None:
+def test_job_preempted_by_slurm_saves_and_exits_75(tmp_path: Path, corpus: Path) -> None:
     """Breaks when tasks under srun do not find each other, or SIGTERM costs the steps since the last save."""
     skip_without("srun")
-    command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, cache, 5000)]
+    command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, corpus, 5000)]
     with started("srun", command, processes=2, devices=1, root=tmp_path) as job:
         assert job.stdout is not None
         seen = []
@@ -72,7 +73,7 @@ def test_job_preempted_by_slurm_saves_and_exits_75(tmp_path: Path, cache: Path) 
     assert_is_one_job("".join(seen), tmp_path)
 
 
-def test_batch_script_restarts_a_lost_process_and_ends_well(tmp_path: Path, cache: Path) -> None:
+def test_batch_script_restarts_a_lost_process_and_ends_well(tmp_path: Path, corpus: Path) -> None:
     """Breaks when the script that people copy does not run, or a lost process ends the job."""
     skip_without("srun")
     log, status, steps = tmp_path / "job.log", tmp_path / "status.json", 60
@@ -81,7 +82,7 @@ def test_batch_script_restarts_a_lost_process_and_ends_well(tmp_path: Path, cach
             1, SLURM_CONF=str(conf), PYTHON=sys.executable, PROCESSES="2", STATUS=str(status), RESTARTS="1"
         )
         words = ["sbatch", "--parsable", "--nodes=1", f"--output={log}", f"--chdir={ROOT}"]
-        job = output_of([*words, str(SCRIPT), *flags(tmp_path, cache, steps)], env).strip()
+        job = output_of([*words, str(SCRIPT), *flags(tmp_path, corpus, steps)], env).strip()
 
         def shown() -> str:
             """The job as Slurm shows it; `sbatch --wait` looks every half minute."""
@@ -119,6 +120,6 @@ def output_of(words: Sequence[str], env: Mapping[str, str]) -> str:
 def test_detect_outside_a_cluster_is_refused(words: list[str]) -> None:
     """Breaks when a job that was to find its peers trains alone."""
     command = [sys.executable, "-m", "trainer", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = run_forked(command, timeout=120, cwd=ROOT)
     assert done.returncode == 2
     assert "Error: --cluster detect" in done.stderr

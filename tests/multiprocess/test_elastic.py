@@ -24,18 +24,18 @@ def one(mesh: str, devices: int) -> Shape:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("elastic-cache")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus")
 
 
 def check_chain(
-    root: Path, cache: Path, shapes: Sequence[Shape], *, batch: int, steps: int, wipe: bool = True
+    root: Path, corpus: Path, shapes: Sequence[Shape], *, batch: int, steps: int, wipe: bool = True
 ) -> tuple[Run, Run]:
     """A run over `shapes`, preempted at the end of each but the last, against an undisturbed one on the first mesh."""
-    reference = Run(directory=root / "reference", batch=batch, steps=steps, cache=cache, keeps=False)
+    reference = Run(directory=root / "reference", batch=batch, steps=steps, corpus=corpus, keeps=False)
     devices = shapes[0].processes * shapes[0].devices
     assert reference.launch(one(shapes[0].mesh, devices)) == ExitCode.OK, reference.said
-    run = Run(directory=root / "run", batch=batch, steps=steps, cache=cache)
+    run = Run(directory=root / "run", batch=batch, steps=steps, corpus=corpus)
     for shape in shapes[:-1]:
         assert run.launch(shape, preempt_at=1) == ExitCode.PREEMPTED, run.said
         if wipe:
@@ -78,11 +78,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def preempted(root: Path, cache: Path) -> Run:
+def preempted(root: Path, corpus: Path) -> Run:
     """Two processes, fully sharded with copies on the other host, preempted twice: host 1's ramdisk is lost after the
     first time, and all that is in memory after the second."""
     run, shape = (
-        Run(directory=root / "run", batch=8, steps=STEPS, cache=cache),
+        Run(directory=root / "run", batch=8, steps=STEPS, corpus=corpus),
         Shape(processes=2, devices=2, mesh=SHARDED),
     )
     assert run.launch(shape, "--peer-copies", "1", preempt_at=1) == ExitCode.PREEMPTED, run.said
@@ -96,9 +96,9 @@ def preempted(root: Path, cache: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def reference(root: Path, cache: Path) -> Run:
+def reference(root: Path, corpus: Path) -> Run:
     """The same without anything that happens."""
-    run = Run(directory=root / "reference", batch=8, steps=STEPS, cache=cache, keeps=False)
+    run = Run(directory=root / "reference", batch=8, steps=STEPS, corpus=corpus, keeps=False)
     assert run.launch(one(SHARDED, 4)) == ExitCode.OK, run.said
     return run
 
@@ -147,23 +147,23 @@ def test_lost_job_reads_the_bucket_once_and_resumes_on_new_mesh(root: Path, pree
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_restores_any_other(tmp_path: Path, cache: Path) -> None:
+def test_any_number_of_processes_restores_any_other(tmp_path: Path, corpus: Path) -> None:
     """Breaks when some number of processes cannot read what another one wrote: 4 -> 2 -> 3 -> 1 -> 4."""
     mesh = "data=3,fsdp=4"  # 12 devices divide among any of them
     shapes = [Shape(processes=n, devices=12 // n, mesh=mesh) for n in (4, 2, 3, 1, 4)]
-    check_chain(tmp_path, cache, shapes, batch=12, steps=60)
+    check_chain(tmp_path, corpus, shapes, batch=12, steps=60)
 
 
 @pytest.mark.slow
-def test_any_mesh_restores_any_other(tmp_path: Path, cache: Path) -> None:
+def test_any_mesh_restores_any_other(tmp_path: Path, corpus: Path) -> None:
     """Breaks when a layout cannot follow another: (data=2,fsdp=2) -> (data=1,fsdp=4) -> (model=4)."""
     meshes = ("data=2,fsdp=2", "data=1,fsdp=4", "model=4")
-    check_chain(tmp_path, cache, [Shape(processes=2, devices=2, mesh=mesh) for mesh in meshes], batch=8, steps=STEPS)
+    check_chain(tmp_path, corpus, [Shape(processes=2, devices=2, mesh=mesh) for mesh in meshes], batch=8, steps=STEPS)
 
 
 @pytest.mark.slow
-def test_fast_tiers_of_remaining_hosts_are_used(tmp_path: Path, cache: Path) -> None:
+def test_fast_tiers_of_remaining_hosts_are_used(tmp_path: Path, corpus: Path) -> None:
     """Breaks when a job that comes back as it was reads the bucket for what its memory holds."""
     shapes = [Shape(processes=2, devices=2, mesh="data=2,fsdp=2")] * 2
-    _, run = check_chain(tmp_path, cache, shapes, batch=8, steps=30, wipe=False)
+    _, run = check_chain(tmp_path, corpus, shapes, batch=8, steps=30, wipe=False)
     assert {tier for event in run.events(Kind.RESTORED) for tier in event.fields["sources"]} == {"ram"}

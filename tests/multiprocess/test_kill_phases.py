@@ -39,7 +39,7 @@ assert STEP % SSD_EVERY == STEP % DURABLE_EVERY == 0
 
 
 class Job:
-    """Runs of one seed below one directory: the corpus and the compilation cache are shared."""
+    """Runs of one seed below one directory: the corpus is shared."""
 
     def __init__(self, root: Path):
         self._root = root
@@ -51,7 +51,7 @@ class Job:
         directory.mkdir()
         command = [sys.executable, "-m", "tests.multiprocess.worker", "--process", "{process}"]
         command += ["--coordinator", "{coordinator}", "--attempt", "{attempt}"]
-        command += ["--cache", str(self._root / "compile-cache"), *flags, str(directory)]
+        command += [*flags, str(directory)]
 
         def wipe(attempt: int, process: int) -> None:
             assert attempt == 0, "the job died again"

@@ -30,7 +30,6 @@ def main() -> None:
     parser.add_argument("--die")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--trace-opens", action="store_true")
-    parser.add_argument("--cache", required=True)
     parser.add_argument("dir", type=Path)
     args = parser.parse_args()
     if args.trace_opens:
@@ -76,7 +75,8 @@ def train(args: argparse.Namespace, log: ckptkit.EventLog) -> None:
     from trainer.cluster import leave
 
     flags = ["--preset", "tiny", "--steps", str(STEPS), "--mesh", "data=2,fsdp=2", "--run-dir", str(args.dir)]
-    flags += ["--corpus-dir", str(args.dir.parent / "corpus"), "--compile-cache", args.cache, "--seed", "11"]
+    flags += ["--corpus-dir", str(args.dir.parent / "corpus"), "--seed", "11"]
+    flags += ["--schedule-steps", "30"]  # the program of test_demo.py
     flags += ["--data", str(Path(asyncio.__file__).parent), "--log-every", "1"]
     flags += ["--coordinator", args.coordinator, "--processes", str(PROCESSES), "--process", str(args.process)]
     flags += ["--host-id", f"host-{args.process}", "--proof", str(args.dir / "proof" / str(args.attempt))]

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import jax
 import pytest
 from click.testing import CliRunner, Result
-from jax.experimental.compilation_cache import compilation_cache
 
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, PermissionWithdrawn
+from tests.trainer.test_trainer_loop import SMALL
 from trainer.__main__ import main
-
-
-@pytest.fixture(autouse=True)
-def own_compile_cache() -> object:
-    """The trainer turns the compilation cache on for the whole process."""
-    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+from trainer.config import PRESETS, ModelConfig, Preset
 
 
 def run(tmp_path: Path, *flags: str) -> Result:
@@ -31,8 +23,11 @@ def run(tmp_path: Path, *flags: str) -> Result:
     return result
 
 
-def test_a_checkpoint_of_another_model_names_every_difference(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_names_every_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run would begin again, or with weights that do not fit."""
+    for name, size in {"tiny": SMALL, "25m": replace(SMALL, layers=2, d_model=64)}.items():
+        model = ModelConfig(size=size, dropout=0.1)
+        monkeypatch.setitem(PRESETS, name, Preset(model=model, global_batch=4, learning_rate=1e-3))
     durable = str(tmp_path / "durable")
     assert run(tmp_path, "--checkpoint", durable, "--save-every", "1").exit_code == 0
     result = run(tmp_path, "--checkpoint", durable, "--preset", "25m")

@@ -41,7 +41,7 @@ class Killed(Exception):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two texts that differ in the records of the poisoned batches alone, and a compilation cache."""
+    """Two texts that differ in the records of the poisoned batches alone."""
     root = tmp_path_factory.mktemp("guarded")
     line = b"the quick brown fox jumps over the lazy dog\n"
     text = (line * (RECORDS * RECORD_BYTES // len(line) + 1))[: RECORDS * RECORD_BYTES]
@@ -64,7 +64,10 @@ def config_of(root: Path, name: str, *, text: str = "poisoned", guard: bool = Tr
         data=DataConfig(data=str(root / f"{text}.txt"), corpus_dir=str(root / "corpus"), global_batch=BATCH),
         checkpoint=places,
         loop=LoopConfig(
-            steps=STEPS, proof=str(root / name / "proof"), log_every=None, compile_cache=str(root / "compile-cache")
+            steps=STEPS,
+            proof=str(root / name / "proof"),
+            log_every=None,
+            compile_cache=os.environ["JAX_COMPILATION_CACHE_DIR"],
         ),
         guard=GuardConfig() if guard else None,
     )

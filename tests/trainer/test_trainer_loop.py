@@ -1,22 +1,20 @@
 """The loop in one process on the 4 devices of every test: interrupt, resume, compare; and bad input."""
 
 import json
+import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import pytest
 from click.testing import CliRunner
-from jax.experimental.compilation_cache import compilation_cache
 
 from ckptkit import CheckpointManager, EventLog, Kind
 from ckptkit.cli import main as ckptkit_command
 from ckptkit.goodput import Part, goodput_report
+from tests.forked import run_forked
 from trainer.__main__ import main, read_flags
 from trainer.config import (
     PRESETS,
@@ -48,12 +46,9 @@ def text(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Iterator[Path]:
-    """Shared, with its compilation cache: the runs below differ in what is cheap."""
-    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    yield tmp_path_factory.mktemp("runs")
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared, as compiled programs are: the runs below differ in what is cheap."""
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +64,7 @@ def run_config(root: Path, text: str, proof: str, *, steps: int, seed: int = 0, 
         data=DataConfig(data=text, corpus_dir=str(root / "corpus"), global_batch=4, seed=seed),
         checkpoint=CheckpointConfig(directory=str(root / "checkpoints") if checkpoint else None, save_every=4),
         loop=LoopConfig(
-            steps=steps, proof=str(root / proof), log_every=None, compile_cache=str(root / "compile-cache")
+            steps=steps, proof=str(root / proof), log_every=None, compile_cache=os.environ["JAX_COMPILATION_CACHE_DIR"]
         ),
     )
 
@@ -126,14 +121,7 @@ def test_run_is_certified_from_the_command_line(
     small = Preset(model=ModelConfig(size=SMALL, dropout=0.1), global_batch=4, learning_rate=1e-3)
     monkeypatch.setitem(PRESETS, "tiny", small)
     words = ["--preset", "tiny", "--steps", "6", "--data", text, "--corpus-dir", str(root / "corpus"), "--quiet"]
-    words += [
-        "--compile-cache",
-        str(root / "compile-cache"),
-        "--checkpoint",
-        str(tmp_path / "run"),
-        "--save-every",
-        "2",
-    ]
+    words += ["--checkpoint", str(tmp_path / "run"), "--save-every", "2"]
     train(read_flags(main.make_context("trainer", list(words)).params), EventLog())
     command = ["certify", str(tmp_path / "run"), "--replay", "trainer.replaying:plan", "--first", "2", "--json"]
     assert ckptkit_command([*command, "--", *words]) == 0
@@ -225,12 +213,8 @@ def test_bad_input_gives_one_message_and_exit_code_2(tmp_path: Path, text: str, 
 
 def test_plan_command_runs():
     """The command in the README would not run."""
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", "plan", "--preset", "gpt3-175b", "--mesh", "data=8,model=8"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["plan", "--preset", "gpt3-175b", "--mesh", "data=8,model=8"]
+    done = run_forked([sys.executable, "-m", "trainer", *words], timeout=120)
     assert done.returncode == 0, done.stderr
     assert "The smallest fsdp that does is 6" in " ".join(done.stdout.split())
 

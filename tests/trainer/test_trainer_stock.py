@@ -6,31 +6,19 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import jax
-import pytest
-from jax.experimental.compilation_cache import compilation_cache
-
 from ckptkit import Event, EventLog, Kind
 from tests.trainer.test_trainer_loop import proof_of, run_config
 from trainer.config import ManagerName, RunConfig
 from trainer.loop import train
 
 
-@pytest.fixture
-def root(tmp_path: Path):
-    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
-
-
 def over(manager: ManagerName, config: RunConfig) -> RunConfig:
     return replace(config, checkpoint=replace(config.checkpoint, manager=manager))
 
 
-def test_stock_orbax_runs_resume_bit_exact_and_flips_are_seen(root: Path) -> None:
+def test_stock_orbax_runs_resume_bit_exact_and_flips_are_seen(tmp_path: Path) -> None:
     """The peer would be held against a loop that is not the same; or wrong bits never show."""
-    text = str(root / "poem.txt")
+    root, text = tmp_path, str(tmp_path / "poem.txt")
     Path(text).write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     train(run_config(root, text, "straight", steps=7), EventLog())
     events: list[Event] = []
