@@ -182,25 +182,6 @@ class Resumer:
                 f"{what}: a restore_async is unfinished; call result() of its handle first, on every process"
             )
 
-    def warn_of_no_durable_copy(self) -> None:
-        """At the end of the run, one warning if it ends on a restored step that was due in the durable tier and is not
-        there: no save followed, so a reboot would lose the step."""
-        history = self._components.history
-        base, decider = history.branch.base, history.decider
-        if base is None or not decider.owes_durable or self._components.job.coordinator.process != 0:
-            return
-        every = history.ledger.every()
-        durable = [record.step for record in every if DURABLE in record.tiers]
-        tiers = [tier for record in every if record.save_id == base for tier in record.tiers]
-        if not tiers or DURABLE in tiers or base.step < max(durable, default=0):
-            return
-        _log.warning(
-            "step %d is only in tier %s: the durable tier has %s. This run restored step %d and saved nothing after "
-            "it, so the loss of these tiers loses the step. Start the run again, and call save(%d, ..., force=True) "
-            "with the restored state before close()",
-            *(base.step, " and ".join(tiers), f"step {max(durable)}" if durable else "no step", base.step, base.step),
-        )
-
     def join(self, timeout_s: float) -> None:
         """Waits for the end of a restore in the background, `timeout_s` at most; raises nothing."""
         if self._pending is not None:

@@ -93,7 +93,7 @@ class RunAccount:
     @contextmanager
     def closing(self, under_way: SavesUnderWay) -> Iterator[None]:
         """The manager ends, and whether the run is coming to its normal end with it."""
-        failed = _is_unwinding()
+        failed = is_unwinding()
         try:
             with self.waiting(under_way):
                 yield
@@ -132,7 +132,7 @@ def _text_of(under_way: SavesUnderWay, caller: str = "") -> Callable[[], str]:
     return text
 
 
-def _is_unwinding() -> bool:
+def is_unwinding() -> bool:
     """Whether an exception is being handled that ends the run early."""
     error = sys.exc_info()[1]
     if error is None or isinstance(error, _NORMAL_ENDS):

@@ -270,7 +270,7 @@ class Saver:
             return captured, self._durable_only(request.step, held, due)
         description = self._pipeline.describe(held.trees, held.files, held.chunk_bytes)
         if DURABLE in due and not foreign:
-            _refuse_empty_arrays(description)
+            refuse_empty_arrays(description)
         return _Captured(held=held, description=description, foreign=foreign), due
 
     def _durable_only(self, step: int, item: str, due: frozenset[str]) -> frozenset[str]:
@@ -311,7 +311,7 @@ def _refuse_unordered(options: Any, metrics: Any) -> None:
         _ = value < value  # as sorting will ask
 
 
-def _refuse_empty_arrays(description: Description) -> None:
+def refuse_empty_arrays(description: Description) -> None:
     """Orbax's steps cannot hold them: `save` raises this, instead of a failure in the background."""
     records = [source.record for sources in description.items.values() for source in sources]
     refuse_unwritable(records)

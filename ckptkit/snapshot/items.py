@@ -79,8 +79,10 @@ def save_items(
             }
             if any(wished := _chunk_bytes(arg)):
                 chunk_bytes[name] = wished
-            if empty := empty_nodes(jax.tree_util.tree_structure(tree)):
-                inline[name] = {"kind": STRUCTURE, "value": empty}
+            # Slots do not hold an item's own metadata: what is made of them later has to know that there was some.
+            more = {} if arg.custom_metadata is None else {"custom": True}
+            if (empty := empty_nodes(jax.tree_util.tree_structure(tree))) or more:
+                inline[name] = {"kind": STRUCTURE, "value": empty, **more}
         elif (captured := capture(arg)) is not None:
             inline[name], durable[name] = captured
         elif (files := write_files(name, arg)) is not None:

@@ -126,28 +126,6 @@ def test_restart_examines_steps_concurrently(tmp_path: Path, monkeypatch: pytest
         assert manager.all_steps() == [0, 1, 2, 3]
 
 
-def test_close_warns_of_a_restored_step_that_no_durable_tier_holds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A run that died in its last upload would end as finished, and a reboot would lose its last step."""
-    events: list[ckptkit.Event] = []
-    with make_manager(tmp_path / "durable", tmp_path, events) as manager:
-        save(manager, 1)
-        save(manager, 2)
-    (tmp_path / "durable" / "2").rename(tmp_path / "durable" / "2.orbax-checkpoint-tmp")
-    with make_manager(tmp_path / "durable", tmp_path, events) as manager:
-        assert restored(manager) == 2
-    (warning,) = only_in_fast_tiers(caplog)
-    assert warning.startswith("step 2 is only in tier ram: the durable tier has step 1.")
-    assert "call save(2, ..., force=True)" in warning
-    caplog.clear()
-    with make_manager(tmp_path / "durable", tmp_path, events) as manager:
-        assert restored(manager) == 2
-        manager.save(2, args=ocp.args.StandardSave(state(2)), force=True)  # pyright: ignore[reportCallIssue]
-    assert (tmp_path / "durable" / "2").is_dir()
-    assert only_in_fast_tiers(caplog) == []
-
-
 def test_damaged_durable_step_that_was_restored_from_elsewhere_is_advised_to_be_repaired(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,7 +156,3 @@ def test_failed_restore_ends_with_the_command_that_repairs(tmp_path: Path) -> No
     manager = make_manager(tmp_path / "durable", tmp_path, [])
     with manager, pytest.raises(ckptkit.NoRestorableStepError, match=f"Run on each host: `{command}`"):
         restored(manager)
-
-
-def only_in_fast_tiers(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for record in caplog.records if "is only in tier" in (text := record.getMessage())]

@@ -32,6 +32,7 @@ def main() -> None:
         worker.save_and_restore,
         worker.other_meshes,
         worker.handler_files,
+        worker.one_ends_with_an_error,
         worker.whole_values,
         worker.handler_fails,
         worker.local_meshes,
@@ -91,6 +92,7 @@ class Worker:
         import shutil
 
         import orbax.checkpoint as ocp
+        from jax.experimental import multihost_utils
 
         import ckptkit
         import ckptkit.manager.save as saving
@@ -120,12 +122,51 @@ class Worker:
                 shutil.rmtree(root / "run" / "1")
             with opened() as manager:
                 found[f"{size}, ram alone"] = manager.restore(1, args=wanted)["notes"]
+            with ckptkit.CheckpointManager(root / "run") as manager:  # flushed at that close
+                (proof,) = ckptkit.verify(str(root / "run"), step=1).steps
+                found[f"{size}, flushed"] = [manager.restore(1, args=wanted)["notes"], proof.state]
+                found[f"{size}, flushed state"] = has_values(manager.restore(1)["state"])
+                multihost_utils.sync_global_devices(f"{size} was read")
+            if self._process == 0:
+                shutil.rmtree(root / "run" / "1")
             if self._process == 1:
                 shutil.rmtree(root / "ram-1")
             with opened() as manager:
                 found[f"{size}, a host is lost"] = [manager.restore(None, args=wanted)["notes"], manager.latest_step()]
             with ckptkit.CheckpointManager(root / "run") as manager:
                 found[f"{size}, durable"] = manager.restore(0, args=wanted)["notes"]
+
+    def one_ends_with_an_error(self) -> None:
+        """All restore a step that only ramdisks hold; then one process raises, and the others close in the normal way.
+
+        A process that waited for it would not come back within `LIMIT_S`.
+        """
+        import shutil
+
+        import orbax.checkpoint as ocp
+
+        import ckptkit
+
+        root = self._root / "alone"
+
+        def opened() -> Any:
+            tiers = [ckptkit.Tier.ram(str(root / "ram"))]
+            return ckptkit.CheckpointManager(root / "run", tiers=tiers, host_id=f"host-{self._process}")
+
+        with opened() as manager:
+            manager.save(0, args=ocp.args.StandardSave(state()))  # pyright: ignore[reportCallIssue]
+        if self._process == 0:
+            shutil.rmtree(root / "run" / "0")
+        manager = opened()
+        manager.restore(0)
+        try:
+            if self._process == 1:
+                raise RuntimeError("of the loop")
+        except RuntimeError:
+            manager.close()
+        else:
+            manager.close()
+        self.found["flushed without all"] = (root / "run" / "0").exists()
 
     def whole_values(self) -> None:
         """Single arrays and random keys that each process has whole."""

@@ -58,8 +58,17 @@ def test_files_of_every_process_are_given_back_to_the_handler(size: str, found: 
         said = process["handler files"]
         assert said[size] == [["durable", "ram"], ["durable", "ram"]]
         assert said[f"{size}, ram"] == said[f"{size}, ram alone"] == notes[1]
+        assert said[f"{size}, flushed"] == [notes[1], "proven"], "by a close without another save"
+        assert said[f"{size}, flushed state"]
         assert said[f"{size}, a host is lost"] == [notes[0], 0], "what one process wrote is gone: the step is not whole"
         assert said[f"{size}, durable"] == notes[0]
+
+
+def test_close_does_not_wait_for_a_process_that_ends_with_an_error(found: list[dict[str, Any]]) -> None:
+    """The others would wait ten minutes for its part of a flush, while the launcher waits for them."""
+    for process in found:
+        assert "one_ends_with_an_error" not in process, process["one_ends_with_an_error"]
+        assert process["flushed without all"] is False
 
 
 def test_replicated_keys_and_arrays_are_held_by_each_tier(found: list[dict[str, Any]]) -> None:
