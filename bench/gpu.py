@@ -55,7 +55,8 @@ def main(
     """Measures saves and restores of a transformer with Adam on all local devices of one process.
 
     The loop donates its state and spends 0.2 s a step in products of matrices. The first save of a contender is
-    reported apart. With `cpu` the strategies are forced on virtual devices: the figures say nothing of a GPU.
+    reported apart. With `cpu` the strategies are forced on virtual devices and steps are shorter: the figures say
+    nothing of a GPU.
     """
     ends_s = now_s() + 60 * minutes
     result: dict[str, Any] = {

@@ -6,7 +6,17 @@ The names most used are here; the rest of the fault vocabulary is in `ckptkit.te
 docs/TESTING.md has examples.
 """
 
-from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind
-from ckptkit.testing.faulty_store import FaultyStore, StoreCrash, StoreFault
+from typing import TYPE_CHECKING
 
-__all__ = ["BucketServer", "Fault", "FaultPlan", "FaultyStore", "Kind", "StoreCrash", "StoreFault"]
+from ckptkit.util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from ckptkit.testing.bucket import BucketServer as BucketServer
+    from ckptkit.testing.bucket import Fault as Fault
+    from ckptkit.testing.bucket import FaultPlan as FaultPlan
+    from ckptkit.testing.bucket import Kind as Kind
+    from ckptkit.testing.faulty_store import FaultyStore as FaultyStore
+    from ckptkit.testing.faulty_store import StoreCrash as StoreCrash
+    from ckptkit.testing.faulty_store import StoreFault as StoreFault
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -15,12 +15,19 @@ import pytest
 
 import ckptkit
 from ckptkit import DurableProfile, FailurePolicy
+from ckptkit.durable.cells import writer
 from ckptkit.durable.lifecycle.listing import latest_step
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Hang, Kind, PermissionWithdrawn, Status
 
 TIMEOUT_S = 1.0  # of an operation: generous for a bucket in this process
 PROFILE = DurableProfile(operation_timeout_s=TIMEOUT_S)
 DATA = "*/1/default/d/*"
+
+
+@pytest.fixture(autouse=True)
+def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failed write waits for those in flight, which hang: seconds that prove nothing more."""
+    monkeypatch.setattr(writer, "_GIVE_UP_S", 0.2)
 
 
 @pytest.fixture
