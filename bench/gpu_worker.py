@@ -24,7 +24,7 @@ OURS = {"ckptkit": "auto", "ckptkit_device_copy": "device_copy", "ckptkit_pinned
 PEERS = ("orbax_async", "orbax_v1", "orbax_sync")
 STEPS_AFTER = 8  # whose times are compared with those before the save
 _STEP_S = 0.2
-_STEP_ON_CPU_S = 0.01  # virtual devices: the figures say nothing of a GPU, so no time is spent on them
+_ON_CPU = (0.01, 128)  # virtual devices: the figures say nothing of a GPU, so no time is spent on them
 _LARGE_BYTES = 1 << 30
 _SQUARE = 1024  # of the matrices whose products fill a step
 
@@ -34,7 +34,7 @@ def make_state(size_bytes: int, weights: str) -> dict[str, Any]:
     mesh = jax.make_mesh((jax.local_device_count(),), ("fsdp",), axis_types=(AxisType.Auto,))
     rows, whole = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
     per_parameter = np.dtype(jnp.bfloat16 if weights == "bfloat16" else np.float32).itemsize + 8
-    width = 128 if size_bytes <= 64 << 20 else 1024 if size_bytes <= 4 << 30 else 4096
+    width = 512 if size_bytes <= 64 << 20 else 1024 if size_bytes <= 4 << 30 else 4096
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     layer_bytes = per_parameter * (sum(high * wide for high, wide in shapes.values()) + 2 * width)
     layers = max(1, size_bytes // layer_bytes)
@@ -54,9 +54,10 @@ def make_state(size_bytes: int, weights: str) -> dict[str, Any]:
     return {"params": tree(weights), "mu": tree("float32"), "nu": tree("float32"), "count": jnp.int32(0)}
 
 
-def make_step(step_s: float) -> tuple[Callable[[Any], Any], float]:
-    """A step that changes and donates the state, and spends about `step_s` in products of matrices; and its time."""
-    square = jnp.ones((_SQUARE, _SQUARE), jnp.float32) / _SQUARE
+def make_step(step_s: float, side: int) -> tuple[Callable[[Any], Any], float]:
+    """A step that changes and donates the state, and spends about `step_s` in products of matrices of this
+    side; and the time of one product."""
+    square = jnp.ones((side, side), jnp.float32) / side
 
     def work(rounds: int) -> Callable[[Any], Any]:
         def step(state: Any) -> Any:
@@ -224,7 +225,7 @@ def main() -> None:
         "contenders": {},
         "skipped": [],
     }
-    step, _ = make_step(_STEP_ON_CPU_S if device.platform == "cpu" else _STEP_S)
+    step, _ = make_step(*(_ON_CPU if device.platform == "cpu" else (_STEP_S, _SQUARE)))
     state = jax.block_until_ready(make_state(given.bytes, given.weights))
     found["state_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     found["leaves"] = len(jax.tree.leaves(state))
