@@ -66,7 +66,7 @@ class Job:
         if number == 0:
             words += ["--status", str(self.home / "status.json"), "--events", str(self.home / "shared")]
         worker = ["bench.kill_worker", "--compile-cache", str(self.home / "shared" / "compile-cache")]
-        for name in ("process", "processes", "attempt", "coordinator"):
+        for name in ("process", "processes", "attempt"):
             worker += [f"--{name}", f"{{{name}}}"]
         command = [sys.executable, "-m", "ckptkit.cli", "run", *words, "--", sys.executable, "-m", *worker]
         with (self.home / f"agent-{number}.log").open("ab") as log:

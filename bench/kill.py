@@ -193,8 +193,7 @@ def covered(hosts: Hosts) -> Save | None:
 
 def worker_command(words: Sequence[str]) -> list[str]:
     """The command of each process."""
-    command = [sys.executable, "-m", "bench.kill_worker", "--process", "{process}", "--processes", "{processes}"]
-    return [*command, "--coordinator", "{coordinator}", *words]
+    return [sys.executable, "-m", "bench.kill_worker", "--process", "{process}", "--processes", "{processes}", *words]
 
 
 def run_reference(hosts: Hosts, steps: int) -> None:

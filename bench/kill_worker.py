@@ -34,7 +34,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("process", "processes", "attempt"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--coordinator", required=True)
     parser.add_argument("--steps", type=int, help="to do in the last life; the others go on until killed")
     parser.add_argument("--last-attempt", type=int, default=-1, help="the first life that is the last")
     parser.add_argument("--compile-cache", help="a directory that hosts share  [default: the host's own]")
@@ -48,7 +47,7 @@ def main() -> None:
     log.emit(ckptkit.Kind.STARTED, attempt=args.attempt, pid=os.getpid())
     with log.span("initialization"):
         use_compile_cache(args.compile_cache or str(own / "compile-cache"))
-        jax.distributed.initialize(args.coordinator, args.processes, args.process, heartbeat_timeout_seconds=30)
+        jax.distributed.initialize(heartbeat_timeout_seconds=30)
         let_every_process_write_cache()
         mesh = jax.make_mesh((2, jax.device_count() // 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     with log.span("training_prep"):

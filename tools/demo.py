@@ -156,7 +156,7 @@ def trainer_command(places: Places, name: str, seed: int) -> list[str]:
     words += ["--corpus-dir", str(places.root.parent / "corpus")]  # named by its digest: kept for the next demo
     words += ["--compile-cache", os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(places.root / "compile-cache")]
     words += ["--proof", str(places.root / name / "proof")]
-    return [*words, "--coordinator", "{coordinator}", "--processes", "{processes}", "--process", "{process}"]
+    return [*words, "--cluster", "detect"]
 
 
 def host_id(process: object) -> str:

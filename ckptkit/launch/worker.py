@@ -39,6 +39,7 @@ _HEADER = struct.Struct("<I")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _THREADS_OF = ("numpy",)  # OpenBLAS ends its threads before a fork, and starts them again after it
 _ADOPTION_S = 10.0
+_LISTENER_S = 30.0
 
 
 def main() -> None:
@@ -166,7 +167,10 @@ def _tell_jax() -> bool:
         @classmethod
         def get_coordinator_address(cls, timeout_secs: object = None, override_coordinator_port: object = None) -> str:
             del timeout_secs, override_coordinator_port
-            return os.environ["CKPTKIT_COORDINATOR"]
+            address = os.environ["CKPTKIT_COORDINATOR"]
+            if cls.get_process_id() != 0:
+                _await_listener(address)
+            return address
 
         @classmethod
         def get_process_count(cls) -> int:
@@ -184,6 +188,19 @@ def _tell_jax() -> bool:
     types = cluster.ClusterEnv._cluster_types  # the first that is present is asked
     types.insert(0, types.pop(types.index(CkptkitRun)))
     return True
+
+
+def _await_listener(address: str) -> None:
+    """Returns once process 0 listens, or after `_LISTENER_S`, which leaves the error to JAX. A connection that is
+    refused is tried again by gRPC only a second later: half of the time of a restart."""
+    host, _, port = address.rpartition(":")
+    ends_s = time.monotonic() + _LISTENER_S
+    while time.monotonic() < ends_s:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+            return
+        except OSError:
+            time.sleep(0.01)
 
 
 class _TellsJax:

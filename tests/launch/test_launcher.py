@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.launch import ExitCode, Hooks, Launcher, OncePrinter, RestartPolicy, Workers
+from ckptkit.launch import ExitCode, Hooks, Launcher, OncePrinter, RestartPolicy, Workers, worker
 
 QUICK = RestartPolicy(restarts=2, backoff_s=0.0, grace_s=0.5)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -384,3 +386,27 @@ def test_children_do_not_outlive_a_killed_launcher() -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)
     assert wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_worker_waits_until_process_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC tries a refused connection again a second later: each restart would take that second."""
+    tried = threading.Semaphore(0)
+    connect = socket.create_connection
+
+    def counted(*words: Any, **named: Any) -> socket.socket:
+        tried.release()
+        return connect(*words, **named)
+
+    monkeypatch.setattr(socket, "create_connection", counted)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        waiting = threading.Thread(target=worker._await_listener, args=(f"127.0.0.1:{listener.getsockname()[1]}",))
+        waiting.start()
+        for _ in range(3):  # refused
+            tried.acquire()
+        assert waiting.is_alive()
+        listener.listen()
+        waiting.join()
+        listener.accept()[0].close()
+        monkeypatch.setattr(worker, "_LISTENER_S", 0.0)
+    worker._await_listener("127.0.0.1:1")  # nobody comes: JAX tells it
