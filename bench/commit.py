@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from bench.contenders import Contender
 from bench.contenders_ours import CkptKit
 from bench.figures import Measured, Recorder
 from bench.limits import DiskLimit
 from bench.measure import PeakMemory, cpu_s, now_s, settle
 from bench.runs import Run
-from bench.states import Tree, assert_same_bits
+from bench.states import Tree, assert_same_bits, changed
 
 
 def measure(run: Run) -> Measured:
@@ -71,13 +73,14 @@ def one_save(run: Run, contender: Contender, state: Tree, step: int) -> dict[str
 
 
 def measure_disk(run: Run, state: Tree, recorder: Recorder) -> None:
-    """ckptkit's SSD tier, behind its ramdisk tier, against direct I/O over a file that exists."""
+    """ckptkit's SSD tier, behind its ramdisk tier, against direct I/O over a file that exists. Donates `state`."""
     gigabytes = run.case.state_bytes / 1e9
     contender = CkptKit(run.ramdisk / "ckptkit-ssd", disk=run.disk / "ckptkit")
     path = run.disk / "limit.bin"
     limit = DiskLimit(path, run.case.state_bytes) if run.limited else None
     try:
         for number in run.rounds("commit to disk"):
+            state = jax.block_until_ready(changed(state))
             settle()
             start_s = now_s()
             contender.save(number + 1, state)

@@ -203,6 +203,7 @@ def run_reference(hosts: Hosts, steps: int) -> None:
         Workers(
             worker_command(["--attempt", "-1", "--plain", "--steps", str(steps)]),
             prefixes=hosts.prefixes,
+            warm=WarmStart(is_cold=True),
             env=WORKER_ENV,
             processes=len(hosts.hosts),
             devices_per_process=1,

@@ -18,7 +18,7 @@ _FRONT = {
         "one plain copy",
     ),
     ("stall", "stall_idle_ms_per_save"): ("from one whose step runs elsewhere,\nms: less is better", ""),
-    ("faults", "goodput"): ("goodput, a failure a minute:\nmore is better", "saves for free"),
+    ("faults", "goodput"): ("goodput with injected failures:\nmore is better", "saves for free"),
     ("faults", "lost_work_s"): ("work done again in such a run, s:\nless is better", ""),
 }
 

@@ -5,6 +5,7 @@ The number of devices is fixed when JAX is imported, so a process measures one c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ def make_case(name: CaseName, scale: float = 1.0) -> Case:
         make=lambda: _filled(abstract),
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)),
     )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def changed(tree: Tree) -> Tree:
+    """Another tree of the same form: no byte of it was saved, so a save cannot share what an earlier one wrote."""
+    return jax.tree.map(lambda leaf: leaf + jnp.ones((), leaf.dtype), tree)
 
 
 def host_copy(tree: Tree) -> Tree:
