@@ -38,8 +38,8 @@ from ckptkit.testing.crash import (
     record,
 )
 
-SHORT_POINTS = {"direct": 1, "mapping": 1}  # of each tier and operation, without --full
-SHORT_STATES = 4  # of a power failure at such a point
+SHORT_POINTS = {"direct": 2, "mapping": 1}  # of each tier and operation, without --full
+SHORT_STATES = 12  # of a power failure at such a point
 MARKED = "mapping"  # of two runs, the one whose durable steps are committed by a mark
 METHODS = ("direct", MARKED)  # how a disk slot is written
 TIERS = ("ram", "ssd", "durable")

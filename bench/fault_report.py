@@ -139,12 +139,14 @@ def _never_came_up(logs: Sequence[Sequence[Event]], outcome: Outcome) -> dict[st
 
 
 def _proof(directory: Path) -> tuple[dict[int, str], dict[str, Any]]:
-    """Loss of each step, the last time that it was taken, and the digests of the end (empty: it never came)."""
+    """Loss of each step, the last time that it was taken, and the digests of the end (empty: it never came).
+
+    All processes note the same loss; one that is killed in a step that another saves notes none of it.
+    """
     losses: dict[int, str] = {}
-    for path in directory.glob("records-0.jsonl"):
-        for line in path.read_text().split("\n")[:-1]:  # what has no newline was being written
-            noted = json.loads(line)
-            losses[noted["step"]] = noted["loss"]
+    for path in sorted(directory.glob("losses-*.jsonl")):
+        lines = path.read_text().split("\n")[:-1]  # what has no newline was being written
+        losses = {noted["step"]: noted["loss"] for noted in map(json.loads, lines)} | losses
     ends = {path.name: json.loads(path.read_text()) for path in directory.glob("state-*.json")}
     return losses, ends
 

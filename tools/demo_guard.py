@@ -120,7 +120,7 @@ def run_one(name: str, text: str) -> Run:
     events = EventLog(own / "events" / "attempt-0-process-0.jsonl")
     end = train(config, events)
     events.close()
-    lines = [json.loads(line) for line in (own / "proof" / "records-0.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (own / "proof" / "losses-0.jsonl").read_text().splitlines()]
     taken = [(line["step"], float.fromhex(line["loss"])) for line in lines]
     digests = json.loads((own / "proof" / "state-0.json").read_text())
     return Run(taken=taken, kept=dict(taken), end=digests, skips=end.position.skips)

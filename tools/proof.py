@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,23 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step as one process took it: which record stood in which row of the global batch, and the loss."""
+    """One step as one process began it: which record stood in which row of the global batch."""
 
     process: str
     rows: tuple[tuple[int, int], ...]
-    loss: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The records of all processes of a run; `steps` has each step as often as it was taken, in order of a process."""
+    """The records of all processes of a run; `steps` has each step as often as it was begun, in order of a process.
+
+    A step that a process was killed in has its records, not its loss; another process may have ended and saved it.
+    """
 
     directory: Path
     boxes: dict[tuple[str, str], set[str]]  # leaf and box to digests: one, unless replicas differ
     steps: dict[int, list[Step]]
+    losses: dict[int, set[str]]  # of each step, one for each value that a process noted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +64,15 @@ def compare(reference: Path, resumed: Path) -> Verdict:
 
 
 def load_proof(directory: Path) -> Proof:
-    """The proof in `directory`: `state-<process>.json` and `records-<process>.jsonl` of the same processes."""
+    """The proof in `directory`: `state-<process>.json`, `records-<process>.jsonl` and `losses-<process>.jsonl` of the
+    same processes."""
     states = {path.stem.removeprefix("state-"): path for path in directory.glob("state-*.json")}
     records = {path.stem.removeprefix("records-"): path for path in directory.glob("records-*.jsonl")}
-    if not states or set(states) != set(records):
+    noted = {path.stem.removeprefix("losses-"): path for path in directory.glob("losses-*.jsonl")}
+    if not states or not set(states) == set(records) == set(noted):
         raise ValueError(
             f"{directory} is not a complete proof: final states of processes {sorted(states)}, records of "
-            f"{sorted(records)}; was a run with --proof cut off?"
+            f"{sorted(records)}, losses of {sorted(noted)}; was a run with --proof cut off?"
         )
     boxes: dict[tuple[str, str], set[str]] = defaultdict(set)
     for path in states.values():
@@ -76,21 +81,29 @@ def load_proof(directory: Path) -> Proof:
                 boxes[leaf, box].add(digest)
     steps: dict[int, list[Step]] = defaultdict(list)
     for process, path in sorted(records.items()):
-        for number, step in _read_steps(process, path):
-            steps[number].append(step)
+        for step, rows in _read_lines(path, "rows", _pairs):
+            steps[step].append(Step(process=process, rows=rows))
+    losses: dict[int, set[str]] = defaultdict(set)
+    for path in noted.values():
+        for step, loss in _read_lines(path, "loss", lambda loss: f"{float.fromhex(loss)!r} ({loss})"):
+            losses[step].add(loss)
     if not boxes or not steps:
         raise ValueError(f"{directory} is not a complete proof: {len(boxes)} boxes and {len(steps)} steps")
-    return Proof(directory=directory, boxes=boxes, steps=steps)
+    return Proof(directory=directory, boxes=boxes, steps=steps, losses=losses)
 
 
-def _read_steps(process: str, path: Path) -> Iterator[tuple[int, Step]]:
+def _pairs(rows: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((int(row), int(record)) for row, record in rows)
+
+
+def _read_lines(path: Path, key: str, read: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
             noted: dict[str, Any] = json.loads(line)
-            rows = tuple((int(row), int(record)) for row, record in noted["rows"])
-            yield noted["step"], Step(process=process, rows=rows, loss=noted["loss"])
+            step, value = noted["step"], read(noted[key])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: not a step: {line[:100]!r}") from error
+        yield step, value
 
 
 def _times_taken(steps: Iterable[Step]) -> int:
@@ -113,8 +126,10 @@ def _compare_steps(expected: Proof, found: Proof) -> Iterator[tuple[tuple[Any, .
             where = "run" if want else "reference"
             yield (1, number), f"step {number}: missing in the {where}"
             continue
-        for what, of_step in (("record ids", _records), ("loss", _losses)):
-            wanted, had = set().union(*map(of_step, want)), set().union(*map(of_step, have))
+        for what, wanted, had in (
+            ("record ids", _records(want), _records(have)),
+            ("loss", expected.losses.get(number, set()), found.losses.get(number, set())),
+        ):
             for key in sorted(wanted ^ had):
                 where = "reference" if key in wanted else "run"
                 yield (1, number, what, key), f"step {number}: {what} {key} only in the {where}"
@@ -131,12 +146,8 @@ def _changing(steps: Iterable[Step]) -> set[str]:
     return {process for process, rows in takes.items() if len(rows) > 1}
 
 
-def _records(step: Step) -> set[str]:
-    return {f"{record} in row {row}" for row, record in step.rows}
-
-
-def _losses(step: Step) -> set[str]:
-    return {f"{float.fromhex(step.loss)!r} ({step.loss})"}
+def _records(steps: Iterable[Step]) -> set[str]:
+    return {f"{record} in row {row}" for step in steps for row, record in step.rows}
 
 
 def _words(digests: set[str]) -> str:

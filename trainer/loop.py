@@ -113,11 +113,13 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         step = loop_state.position.step
         with events.span("data_loading", step):
             batch = next(batches)
+        if proof:
+            proof.add_records(step, batch.rows)
         with events.span("step", step):
             state, loss = take_step(loop_state.state, batch.tokens, lambda: wait_until_staged(manager, events))
             loss_nats = float(loss)  # waits: a save that found the step unfinished would count it as its own stall
         if proof:
-            proof.add_step(step, batch.rows, loss_nats)
+            proof.add_loss(step, loss_nats)
         if guard and (alarm := guard.watch(step, loss=loss_nats)):
             del state  # or two states would be in memory
             state, position = go_back(manager, guard, alarm, program.abstract_state, start)

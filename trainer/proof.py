@@ -13,26 +13,34 @@ from trainer.sharding import named_leaves
 
 
 class Proof:
-    """Writes `records-<process>.jsonl`, a line per step, and at the end `state-<process>.json`.
+    """Writes `records-<process>.jsonl` and `losses-<process>.jsonl`, a line per step, and at the end
+    `state-<process>.json`.
 
     A run that is killed and resumed into the same directory writes the repeated steps again: the last line of a step
-    counts. Each line is flushed to the system, so SIGKILL loses none.
+    counts. Each line is flushed to the system, so SIGKILL loses none. Records are noted before a step is taken:
+    another process can end and save the step while this one is killed in it, and then the step is never repeated.
     """
 
     def __init__(self, directory: Path, process: int):
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._process = directory, process
         self._records = (directory / f"records-{process}.jsonl").open("a")
+        self._losses = (directory / f"losses-{process}.jsonl").open("a")
 
-    def add_step(self, step: int, rows: np.ndarray, loss: float) -> None:
-        """Note what a step read, int64[rows, 2] of global row and record id, and the loss to its last bit."""
-        line = {"step": step, "rows": rows.tolist(), "loss": loss.hex()}
-        self._records.write(json.dumps(line) + "\n")
+    def add_records(self, step: int, rows: np.ndarray) -> None:
+        """Note what a step will read, int64[rows, 2] of global row and record id."""
+        self._records.write(json.dumps({"step": step, "rows": rows.tolist()}) + "\n")
         self._records.flush()
+
+    def add_loss(self, step: int, loss: float) -> None:
+        """Note the loss of a step to its last bit, before the step is saved."""
+        self._losses.write(json.dumps({"step": step, "loss": loss.hex()}) + "\n")
+        self._losses.flush()
 
     def close(self, state: Any) -> None:
         """Note the digests of the final state."""
         self._records.close()
+        self._losses.close()
         path = self._directory / f"state-{self._process}.json"
         path.write_text(json.dumps(digest_state(state), indent=1, sort_keys=True) + "\n")
 

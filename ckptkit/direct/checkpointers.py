@@ -20,6 +20,7 @@ class _Direct:
 
     _handler: Any
     _temporary_path_class: Any
+    _atomicity_options: Any
     _metadata_store: Any
     _file_options: Any
 
@@ -30,10 +31,11 @@ class _Direct:
 
     def get_temporary_path(self, directory: Any) -> Any:
         """As Orbax's. On a disk, a power failure does not undo its commit; on a mount that does not rename a directory
-        in one step, a mark that is written last commits, as in a bucket."""
+        in one step, a mark that is written last commits, as in a bucket. What the caller chose stays."""
         stock: Any = super()
         properties = properties_of(root_url(directory))
-        if properties.file_system and not properties.atomic_rename and self._temporary_path_class is None:
+        chosen = self._temporary_path_class is not None or self._atomicity_options is not None
+        if properties.file_system and not properties.atomic_rename and not chosen:
             mark = ocp.path.atomicity.CommitFileTemporaryPath
             path: Any = mark.from_final(
                 directory, checkpoint_metadata_store=self._metadata_store, file_options=self._file_options

@@ -168,7 +168,7 @@ def test_verdict_detects_wrong_bits_and_unfinished_runs(tmp_path: Path) -> None:
 
     def records(losses: dict[int, str]) -> None:
         lines = [json.dumps({"step": step, "rows": [], "loss": loss}) + "\n" for step, loss in losses.items()]
-        (places.proof / "records-0.jsonl").write_text("".join(lines) + '{"torn')
+        (places.proof / "losses-0.jsonl").write_text("".join(lines) + '{"torn')
 
     launcher = EventLog(places.events / "launcher.jsonl", process=-1)
     launcher.emit(Kind.STARTED, attempt=0)

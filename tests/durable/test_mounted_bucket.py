@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -167,6 +170,27 @@ def read_step(root: Path, step: int) -> float:
     return float(found["w"][0])
 
 
+@dataclass
+class Attempt:
+    """A save onto a mount that may die: whether it was reported as done, and whether the mount died."""
+
+    reported: bool = False
+    died: bool = False
+
+
+@contextmanager
+def dying(bucket: MountedBucket, changes_max: int, lag: int = 0) -> Iterator[Attempt]:
+    """The mount dies after so many changes of the body, and loses what was not an object yet; then it lives again."""
+    attempt = Attempt()
+    bucket.set(changes_max=changes_max, listing_lag=lag)
+    with suppress(CheckpointError, OSError, ValueError):
+        yield attempt
+        attempt.reported = True
+    attempt.died = bucket.changes() >= changes_max
+    bucket.revive()
+    bucket.set()
+
+
 @pytest.mark.parametrize("lag", [0, 2], ids=["listed at once", "listed late"])
 def test_crash_after_any_change_leaves_the_whole_step_or_none(mounted_bucket: MountedBucket, lag: int) -> None:
     """Readers would restore a part of a step. Enumerated: the mount dies after every change that a save makes, and
@@ -176,18 +200,11 @@ def test_crash_after_any_change_leaves_the_whole_step_or_none(mounted_bucket: Mo
     for changes_max in itertools.count():
         root = mounted_bucket.path / f"run-{changes_max}"
         write_step(root, 2, 1)
-        mounted_bucket.set(changes_max=changes_max, listing_lag=lag)
-        try:
+        with dying(mounted_bucket, changes_max, lag) as attempt:
             write_step(root, 3, 1)
-            reported = True
-        except (CheckpointError, OSError, ValueError):
-            reported = False
-        died = mounted_bucket.changes() >= changes_max
-        mounted_bucket.revive()
-        mounted_bucket.set()
         whole = latest_step(str(root)) == 3
         assert latest_step(str(root)) in (2, 3), f"after {changes_max} changes"
-        assert whole or not reported, f"after {changes_max} changes a step is lost that was reported as committed"
+        assert whole or not attempt.reported, f"after {changes_max} changes a step is lost that was reported"
         if whole:
             assert read_step(root, 3) == 3.0
             with pytest.raises(StepAlreadyExistsError):
@@ -197,7 +214,7 @@ def test_crash_after_any_change_leaves_the_whole_step_or_none(mounted_bucket: Mo
         assert left_behind(open_store(root), [2, 3]) == []
         assert open_store(root).list(paths.INTENTS_DIR) == []
         outcomes.append(whole)
-        if not died:
+        if not attempt.died:
             break
     assert (read_step(root, 2), read_step(root, 3)) == (2.0, 3.0)
     assert outcomes == sorted(outcomes), "once the mark is there, the step stays"
@@ -213,27 +230,20 @@ def test_crash_of_one_tree_after_any_change_leaves_the_whole_tree_or_none(mounte
     outcomes: list[bool] = []
     for changes_max in itertools.count():
         path = mounted_bucket.path / f"tree-{changes_max}"
-        mounted_bucket.set(changes_max=changes_max)
-        try:
+        with dying(mounted_bucket, changes_max) as attempt:
             ckptkit.save(path, tree)
-            reported = True
-        except (CheckpointError, OSError, ValueError):
-            reported = False
-        died = mounted_bucket.changes() >= changes_max
-        mounted_bucket.revive()
-        mounted_bucket.set()
         try:
             found = ckptkit.load(path)
             assert {name: value.tolist() for name, value in found.items()} == {n: v.tolist() for n, v in tree.items()}
             whole = True
         except (CheckpointError, FileNotFoundError):
             whole = False
-        assert whole or not reported, f"after {changes_max} changes a tree is lost that was reported as saved"
+        assert whole or not attempt.reported, f"after {changes_max} changes a tree is lost that was reported"
         if not whole:
             ckptkit.save(path, tree, force=True)
             assert ckptkit.load(path)["w"][-1] == 2999.0
         outcomes.append(whole)
-        if not died:
+        if not attempt.died:
             break
     assert (path / paths.COMMIT_MARK).exists()
     stock = ocp.StandardCheckpointer().restore(path)

@@ -97,11 +97,12 @@ class Run:
         """Step to what was read, (row, record), and the losses, over all launches and processes."""
         rows: dict[int, set[tuple[int, int]]] = defaultdict(set)
         losses: dict[int, set[str]] = defaultdict(set)
-        for path in sorted(self.directory.glob("proof/*/records-*.jsonl")):
-            for line in path.read_text().splitlines():
-                noted = json.loads(line)
-                rows[noted["step"]] |= {(row, record) for row, record in noted["rows"]}
-                losses[noted["step"]].add(noted["loss"])
+        for path in sorted(self.directory.glob("proof/*/*.jsonl")):
+            for noted in map(json.loads, path.read_text().splitlines()):
+                if path.name.startswith("records-"):
+                    rows[noted["step"]] |= {(row, record) for row, record in noted["rows"]}
+                else:
+                    losses[noted["step"]].add(noted["loss"])
         return {step: (frozenset(rows[step]), frozenset(losses[step])) for step in sorted(rows)}
 
     def events(self, kind: Kind) -> list[Event]:

@@ -148,9 +148,9 @@ def merged_proof(directory: Path) -> Path:
     merged = directory / "proof" / "merged"
     merged.mkdir()
     for process in range(PROCESSES):
-        records = [directory / "proof" / str(attempt) / f"records-{process}.jsonl" for attempt in (0, 1)]
-        text = "".join(path.read_text() for path in records if path.exists())
-        (merged / f"records-{process}.jsonl").write_text(text)
+        for name in (f"records-{process}.jsonl", f"losses-{process}.jsonl"):
+            parts = [directory / "proof" / str(attempt) / name for attempt in (0, 1)]
+            (merged / name).write_text("".join(path.read_text() for path in parts if path.exists()))
         shutil.copy(directory / "proof" / "1" / f"state-{process}.json", merged)
     return merged
 

@@ -79,7 +79,7 @@ def end_of(root: Path, name: str) -> dict[str, dict[str, str]]:
 
 def losses_of(root: Path, name: str) -> dict[int, float]:
     """The loss of every step that was kept: the last line of a step counts."""
-    lines = map(json.loads, (root / name / "proof" / "records-0.jsonl").read_text().splitlines())
+    lines = map(json.loads, (root / name / "proof" / "losses-0.jsonl").read_text().splitlines())
     return {line["step"]: float.fromhex(line["loss"]) for line in lines}
 
 

@@ -70,8 +70,11 @@ def run_config(root: Path, text: str, proof: str, *, steps: int, seed: int = 0, 
 
 
 def proof_of(root: Path, name: str) -> tuple[dict, dict]:
-    lines = (root / name / "records-0.jsonl").read_text().splitlines()
-    steps = {line["step"]: line for line in map(json.loads, lines)}
+    steps: dict[int, dict] = {}
+    for kind in ("records", "losses"):
+        for line in (root / name / f"{kind}-0.jsonl").read_text().splitlines():
+            noted = json.loads(line)
+            steps.setdefault(noted["step"], {}).update(noted)
     return steps, json.loads((root / name / "state-0.json").read_text())
 
 
