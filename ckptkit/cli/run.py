@@ -40,7 +40,8 @@ from ckptkit.launch.status import FORMAT, write_status
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Wait after an attempt without a step; doubles each time, at most 60 s.",
+    help="Wait after an attempt without a step, or one that failed where the last one did; doubles each time, at "
+    "most 60 s.",
 )
 @click.option(
     "--grace",

@@ -154,21 +154,27 @@ class Launcher:
                 return ExitCode.USAGE
             if number < self._policy.restarts:
                 self._prepare_relaunch(number, ended, in_a_row)
-            in_a_row = 0 if self._watch is not None and self._watch.has_stepped else in_a_row + 1
+            in_a_row = 0 if self._went_on else in_a_row + 1
         self._say(f"all {self._policy.restarts} restarts are spent: giving up")
         return ExitCode.BUDGET_SPENT
 
     def _prepare_relaunch(self, number: int, loss: Loss, in_a_row: int) -> None:
-        """Waits before a restart, unless the lost attempt made steps: then what ended it is not what a start does."""
+        """Waits before a restart, unless the lost attempt went on: then what ended it is not what a start does."""
         attempt = self._first_attempt + number
         self._hooks.on_lost(attempt, loss.process)
-        has_stepped = self._watch is not None and self._watch.has_stepped
-        backoff_s = 0.0 if has_stepped else self._policy.backoff_after(in_a_row)
+        backoff_s = 0.0 if self._went_on else self._policy.backoff_after(in_a_row)
         left = self._policy.restarts - number - 1
-        self._say(f"restarting all {self._total} processes in {backoff_s:g} s ({left} restarts left)")
+        again = ""
+        if self._watch is not None and self._watch.fails_again:
+            again = f"it failed after step {self._watch.reached} again; "
+        self._say(f"{again}restarting all {self._total} processes in {backoff_s:g} s ({left} restarts left)")
         if backoff_s:
             self._wait([], backoff_s)
         self._events.emit(Kind.RELAUNCHED, attempt=attempt + 1)
+
+    @property
+    def _went_on(self) -> bool:
+        return self._watch is not None and self._watch.has_stepped and not self._watch.fails_again
 
     def _run_attempt(self, attempt: int) -> Loss | ExitCode:
         """The loss that ended the attempt, or how the job ended with it."""
@@ -222,7 +228,7 @@ class Launcher:
             fields["detect_s"] = round(noticed_s - lost_s, 6)
         if self._watch is not None:
             self._take_beats(self._watch)  # the last steps before the loss
-            self._watch.lost(lost_s)
+            self._watch.lost(lost_s, failed=loss.returncode > 0)
         self._events.emit(Kind.DISRUPTED, attempt=attempt, lost=loss.process, cause=loss.cause, **fields)
         self._status.lost(attempt, loss.process, loss.cause)
         self._say(f"attempt {attempt}: process {loss.process} was lost ({loss.cause})")

@@ -42,17 +42,22 @@ class Watch:
         self._longest_s = 0.0  # of the job
         self._reached: int | None = None
         self._lost_at_s: float | None = None
+        self._failed_at: int | None = None
         self.attempt = 0
         self._is_back = False
         self.has_stepped = False
+        self.fails_again = False
 
     def begin(self, attempt: int) -> None:
         """An attempt begins."""
         self.attempt, self._is_back, self.has_stepped = attempt, False, False
 
-    def lost(self, at_s: float) -> None:
-        """The attempt was lost at this time of the monotonic clock."""
+    def lost(self, at_s: float, *, failed: bool) -> None:
+        """The attempt was lost at this time of the monotonic clock. `failed`: a process ended itself with an error; if
+        that was after the same step as the last time, the attempt `fails_again`, and a restart at once would too."""
         self._lost_at_s = at_s
+        self.fails_again = failed and self.has_stepped and self._reached == self._failed_at
+        self._failed_at = self._reached if failed else None
 
     @property
     def reached(self) -> int | None:

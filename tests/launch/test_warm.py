@@ -438,6 +438,26 @@ def test_restart_after_a_step_is_not_delayed(tmp_path: Path) -> None:
     assert time.monotonic() - start_s < 20.0
 
 
+def test_attempts_that_fail_at_the_same_step_wait_longer_each_time(tmp_path: Path) -> None:
+    """An error in the script would spend ten restarts in ten seconds; so would a bucket that is away for a minute."""
+    code = (
+        "import sys\nfrom ckptkit.util import heartbeat\nheartbeat.beat(int(sys.argv[2]))\nsys.exit(int(sys.argv[1]))"
+    )
+    script = write(tmp_path / "s.py", code)
+    policy = RestartPolicy(restarts=3, backoff_s=0.01, grace_s=0.1)
+    job = Job([PYTHON, script, "1", "7"], policy=policy)
+    assert job.run() == ExitCode.BUDGET_SPENT
+    again = "it failed after step 7 again; restarting all 1 processes in"
+    assert [line for line in job.said if "restarting" in line] == [
+        "restarting all 1 processes in 0 s (2 restarts left)",
+        f"{again} 0.01 s (1 restarts left)",
+        f"{again} 0.02 s (0 restarts left)",
+    ]
+    further = Job([PYTHON, script, "1", "{attempt}"], policy=policy)
+    assert further.run() == ExitCode.BUDGET_SPENT
+    assert not any("again;" in line for line in further.said)
+
+
 def test_jax_finds_the_job_without_arguments(tmp_path: Path) -> None:
     """A script that runs under srun would need changes to run under `ckptkit run`."""
     code = (
