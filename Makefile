@@ -65,13 +65,13 @@ corruption-campaign: setup
 crashpoints: setup
 	$(BIN)/python -m bench crashpoints --full
 
-# Every command over every root of ckptkit.testing.roots, on a disk and in a bucket.
+# Every command over every root of tests/roots, on a disk and in a bucket.
 zoo: setup
-	$(BIN)/python -m bench zoo --full
+	$(BIN)/python -m tests.roots --full
 
 # The protocol of saves and restores in simulated jobs under faults, from a seed on: SEEDS=100000 FIRST=0.
 simulate-protocol: setup
-	$(BIN)/python -m ckptkit.testing.simulation --seeds $(or $(SEEDS),10000) --first $(or $(FIRST),0)
+	$(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),10000) --first $(or $(FIRST),0)
 
 broadcast-campaign: setup
 	$(BIN)/python -m bench broadcast

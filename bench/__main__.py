@@ -7,8 +7,8 @@ protocol alone, judged by an oracle), `gather` (the exchange of a large job's pr
 intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within a memory
 budget), `exporters` (the cost of live metrics and traces), `gpu` (staging strategies on accelerators), `herd` (a
 thousand hosts that restore from a bucket at once), `hosts` (a spare takes the place of a lost host), `inspect` (100,000
-leaves), `unchanged` (an adapter on a frozen base), `zoo` (every command over roots with strange things in them). `all`
-runs everything but `exporters`, `gpu`, `herd` and `zoo`, and renders `bench/REPORT.md`, `report` again.
+leaves), `unchanged` (an adapter on a frozen base). `all`
+runs everything but `exporters`, `gpu` and `herd`, and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations
@@ -52,13 +52,6 @@ from bench.unchanged import main as unchanged
 _ROOT = Path(__file__).parent.parent
 
 
-def _zoo(*args: Any, **words: Any) -> Any:
-    """Imported when it is run: its roots start JAX's backend, and `gather` has to come before that."""
-    from bench.zoo import main as zoo
-
-    return zoo(*args, **words)
-
-
 _CAMPAIGNS = {
     "all": everything,
     "report": render,
@@ -79,7 +72,6 @@ _CAMPAIGNS = {
     "simulate": simulate,
     "simulator": simulator,
     "unchanged": unchanged,
-    "zoo": _zoo,
 }
 
 

@@ -27,7 +27,7 @@ from tests.mounts import Mounts
 if TYPE_CHECKING:
     from ckptkit.slots.arena import Arena
     from ckptkit.testing.bucket import BucketServer
-    from ckptkit.testing.mount import MountedBucket
+    from tests.mount import MountedBucket
 
 # Trainers that the tests start keep compiled programs in one directory: the first of a kind compiles for eight seconds
 # of processor time, the others load. This process does not, outside of a trainer.
@@ -129,7 +129,7 @@ def mounts() -> Iterator[Mounts]:
 @pytest.fixture
 def mounted_bucket(tmp_path: Path) -> Iterator[MountedBucket]:
     """A bucket that a FUSE program mounts, empty."""
-    from ckptkit.testing.mount import MountedBucket, why_not
+    from tests.mount import MountedBucket, why_not
 
     if (reason := why_not()) is not None:
         pytest.skip(f"no FUSE file system can be mounted here: {reason}")

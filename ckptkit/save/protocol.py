@@ -1,7 +1,7 @@
 """The protocol of saves as generators: no threads, no clocks, no I/O.
 
 A protocol yields *effects* and receives their results. `drive` performs them on a thread, over the job's coordinator;
-the simulator (`ckptkit.testing.simulation`) performs them in virtual time and injects faults.
+the simulator (`tests/simulation`) performs them in virtual time and injects faults.
 """
 
 from __future__ import annotations

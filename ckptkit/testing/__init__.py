@@ -1,9 +1,8 @@
 """The test kit that ships with ckptkit: what it takes to test checkpoint code without Google.
 
 The names most used are here; the rest of the fault vocabulary is in `ckptkit.testing.bucket`, crash points in
-`ckptkit.testing.crash`, damage in `ckptkit.testing.damage`, and strange checkpoint directories in
-`ckptkit.testing.roots`. The tests that every store passes, which need pytest, are in `ckptkit.testing.store_contract`.
-docs/TESTING.md has examples.
+`ckptkit.testing.crash`, and damage in `ckptkit.testing.damage`. The tests that every store passes, which need pytest,
+are in `ckptkit.testing.store_contract`. docs/TESTING.md has examples.
 """
 
 from typing import TYPE_CHECKING

@@ -28,8 +28,8 @@ from ckptkit.model import paths
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store
-from ckptkit.testing.mount import MountedBucket
 from ckptkit.upkeep import copy, plan_copy
+from tests.mount import MountedBucket
 
 
 def make_manager(root: Path, **options: object) -> ckptkit.CheckpointManager:

@@ -12,7 +12,7 @@ import ckptkit
 from ckptkit.manager import mounts as reporting
 from ckptkit.model.tiers import RAM, SSD
 from ckptkit.store.mounts import row_of
-from ckptkit.testing.mount import MountedBucket
+from tests.mount import MountedBucket
 from tests.mounts import Mounts
 
 

@@ -31,8 +31,6 @@ PACKAGES = (
     "ckptkit.testing.crash",
     "ckptkit.testing.damage",
     "ckptkit.testing.faulty_store",
-    "ckptkit.testing.mount",
-    "ckptkit.testing.roots",
     "ckptkit.testing.store_contract",
     "ckptkit.v1",
 )

@@ -13,8 +13,8 @@ from ckptkit.store import LocalStore, Properties, RemoteStore, RetryStore, Store
 from ckptkit.store.backends import BACKENDS, backend_of
 from ckptkit.store.base import checked_key
 from ckptkit.testing import BucketServer
-from ckptkit.testing.mount import MountedBucket
 from ckptkit.testing.store_contract import StoreContract
+from tests.mount import MountedBucket
 from tests.store.stores import STORES, FakeTime, serial
 
 

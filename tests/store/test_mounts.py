@@ -10,7 +10,7 @@ import pytest
 
 from ckptkit.store import LocalStore, mounts, properties_of
 from ckptkit.store.mounts import FILE_SYSTEMS, Mount, file_system_of, parse_mounts, row_of
-from ckptkit.testing.mount import MountedBucket
+from tests.mount import MountedBucket
 from tests.mounts import Mounts
 
 # As a GKE pod has them: proc(5) gives the fields. A space is \040, and one mount covers another at /data.

@@ -1,4 +1,4 @@
-"""Serves a mounted bucket: `python -m ckptkit.testing.mount PATH TYPE`, with commands as lines of JSON on stdin."""
+"""Serves a mounted bucket: `python -m tests.mount PATH TYPE`, with commands as lines of JSON on stdin."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import select
 import sys
 from typing import Any
 
-from ckptkit.testing.mount.objects import ObjectTree
-from ckptkit.testing.mount.protocol import REQUEST_BYTES_MAX, UNANSWERED, Request
+from tests.mount.objects import ObjectTree
+from tests.mount.protocol import REQUEST_BYTES_MAX, UNANSWERED, Request
 
 _NO_SUID, _NO_DEV = 2, 4  # MS_NOSUID, MS_NODEV
 

@@ -12,6 +12,7 @@ from typing import Any, final
 
 _DETACH = 2  # MNT_DETACH
 _END_S = 10.0
+_CHECKOUT = Path(__file__).parents[2]  # where `tests.mount` is found
 
 
 def why_not() -> str | None:
@@ -38,8 +39,10 @@ class MountedBucket:
     def __init__(self, path: Path, type: str = "fuse.gcsfuse"):
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
-        command = [sys.executable, "-m", "ckptkit.testing.mount", str(path), type]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "tests.mount", str(path.absolute()), type]
+        self._server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_CHECKOUT
+        )
         if (refused := self._answer()) is not None:
             self._server.wait(_END_S)
             raise OSError(f"{path} cannot be mounted: {refused}")

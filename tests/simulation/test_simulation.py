@@ -7,8 +7,8 @@ from itertools import chain
 
 import pytest
 
-from ckptkit.testing.simulation import MUTATIONS, Plan, failures, mutated, run_plan, shrunk
-from ckptkit.testing.simulation.scheduler import PENDING, Scheduler, Violation
+from tests.simulation import MUTATIONS, Plan, failures, mutated, run_plan, shrunk
+from tests.simulation.scheduler import PENDING, Scheduler, Violation
 
 # Where each mutation was found last. A seed leads elsewhere once the protocol or the simulator changes.
 FOUND = {"C2": 6, "C3": 3, "C4": 1, "C5": 17, "H6": 4, "disk": 280, "limits": 7}

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import final
 
-from ckptkit.testing.mount import protocol
-from ckptkit.testing.mount.protocol import Attributes, Request
+from tests.mount import protocol
+from tests.mount.protocol import Attributes, Request
 
 
 @dataclass(slots=True)

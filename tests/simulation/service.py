@@ -9,7 +9,7 @@ from typing import Any, final
 
 from ckptkit.errors import CoordinationError
 from ckptkit.job.meeting import Delete, Get, Listing, Pause, Put, Request
-from ckptkit.testing.simulation.scheduler import PENDING, Scheduler, Task
+from tests.simulation.scheduler import PENDING, Scheduler, Task
 
 _TRIP_S = 0.002  # the longest way to the service and back, without faults
 

@@ -12,7 +12,7 @@ from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
 from ckptkit.model.manifest import SaveId
 from ckptkit.save.protocol import Agree, Do
 from ckptkit.slots.arena import reusable
-from ckptkit.testing.simulation.scheduler import Violation
+from tests.simulation.scheduler import Violation
 
 PART_BYTES = 4096
 

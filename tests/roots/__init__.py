@@ -8,15 +8,15 @@ cell from plain listings and by stock Orbax. No byte that ckptkit did not write 
 nobody asked to delete. Nothing good may be called damaged, and nothing damaged good.
 """
 
-from ckptkit.testing.roots.campaign import Campaign, Tally, all_cells, chosen_cells
-from ckptkit.testing.roots.commands import ACTIONS, Action
-from ckptkit.testing.roots.damaged import DAMAGED
-from ckptkit.testing.roots.foreign import FOREIGN
-from ckptkit.testing.roots.leavings import LEAVINGS
-from ckptkit.testing.roots.oracle import Failure
-from ckptkit.testing.roots.running import Cell
-from ckptkit.testing.roots.sound import SOUND
-from ckptkit.testing.roots.tree import StepFact, StrangeRoot, Tree
+from tests.roots.campaign import Campaign, Tally, all_cells, chosen_cells
+from tests.roots.commands import ACTIONS, Action
+from tests.roots.damaged import DAMAGED
+from tests.roots.foreign import FOREIGN
+from tests.roots.leavings import LEAVINGS
+from tests.roots.oracle import Failure
+from tests.roots.running import Cell
+from tests.roots.sound import SOUND
+from tests.roots.tree import StepFact, StrangeRoot, Tree
 
 ROOTS: dict[str, StrangeRoot] = {**SOUND, **FOREIGN, **DAMAGED, **LEAVINGS}
 

@@ -5,11 +5,11 @@ tiers, and the ranking of candidates. It simulates the coordination service, slo
 clocks. After every event an oracle checks the promises of the protocol (`job.py`).
 """
 
-from ckptkit.testing.simulation.job import SimJob
-from ckptkit.testing.simulation.mutations import MUTATIONS, mutated
-from ckptkit.testing.simulation.plan import Fault, Plan
-from ckptkit.testing.simulation.run import Failure, failures, run_plan, shrunk
-from ckptkit.testing.simulation.scheduler import Violation
+from tests.simulation.job import SimJob
+from tests.simulation.mutations import MUTATIONS, mutated
+from tests.simulation.plan import Fault, Plan
+from tests.simulation.run import Failure, failures, run_plan, shrunk
+from tests.simulation.scheduler import Violation
 
 __all__ = [
     "MUTATIONS",

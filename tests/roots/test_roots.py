@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.zoo import repeat
 from ckptkit.cli import main
-from ckptkit.testing.mount import why_not
-from ckptkit.testing.roots import ACTIONS, ROOTS, Campaign, StepFact, Tally, Tree, chosen_cells
-from ckptkit.testing.roots.campaign import failure_lines
-from ckptkit.testing.roots.catalog import SavedRuns
-from ckptkit.testing.roots.media import Disk
-from ckptkit.testing.roots.oracle import Answer, Outcome, judge, restores
+from tests.mount import why_not
+from tests.roots import ACTIONS, ROOTS, Campaign, StepFact, Tally, Tree, chosen_cells
+from tests.roots.__main__ import repeat
+from tests.roots.campaign import failure_lines
+from tests.roots.catalog import SavedRuns
+from tests.roots.media import Disk
+from tests.roots.oracle import Answer, Outcome, judge, restores
 
 SEED = int(os.environ.get("CKPTKIT_ZOO_SEED", "21"))
 PARTS = 6

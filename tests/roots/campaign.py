@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, final
 
-from ckptkit.testing.mount import MountedBucket
-from ckptkit.testing.roots.commands import ACTIONS
-from ckptkit.testing.roots.media import Disk, Medium, bucket
-from ckptkit.testing.roots.oracle import Failure
-from ckptkit.testing.roots.running import Cell, Main, Zoo
-from ckptkit.testing.roots.tree import StrangeRoot
+from tests.mount import MountedBucket
+from tests.roots.commands import ACTIONS
+from tests.roots.media import Disk, Medium, bucket
+from tests.roots.oracle import Failure
+from tests.roots.running import Cell, Main, Zoo
+from tests.roots.tree import StrangeRoot
 
 MEDIA: Final = ("disk", "bucket", "mount")  # the last: a bucket that a FUSE program mounts, where that is possible
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ckptkit.testing.roots.kinds import (
+from tests.roots.kinds import (
     ARRAY,
     CUSTOM,
     ITERATOR,

@@ -16,12 +16,12 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
 from ckptkit.save.protocol import Agree, Ask, Do, Idle, Recall, SideBySide, Sleep, Veto, Wait
 from ckptkit.store import MemoryStore
-from ckptkit.testing.simulation.plan import Fault, Plan
-from ckptkit.testing.simulation.process import Forever, SimProcess, Until
-from ckptkit.testing.simulation.scheduler import PENDING, Scheduler, Task, Violation
-from ckptkit.testing.simulation.service import Service
-from ckptkit.testing.simulation.storage import Medium, Root
 from ckptkit.util import clock
+from tests.simulation.plan import Fault, Plan
+from tests.simulation.process import Forever, SimProcess, Until
+from tests.simulation.scheduler import PENDING, Scheduler, Task, Violation
+from tests.simulation.service import Service
+from tests.simulation.storage import Medium, Root
 
 _log = logging.getLogger("ckptkit")
 _CATCHING_UP = 4  # saves after the last fault, every 3 seconds: 4 timeouts

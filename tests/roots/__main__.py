@@ -1,7 +1,7 @@
-"""`python -m bench zoo`: every command over every strange root, on a disk, in the shipped bucket and on a mounted one.
+"""`python -m tests.roots`: every command over every strange root, on a disk, in the shipped bucket and on a mount.
 
-The roots, the commands and the oracle are `ckptkit.testing.roots`. Cells run in worker processes, so that a command
-that ends its process, takes all memory or never returns is a failure of its cell and of no other.
+Cells run in worker processes, so that a command that ends its process, takes all memory or never returns is a failure
+of its cell and of no other.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 import click
 
-from ckptkit.testing.mount import why_not
-from ckptkit.testing.roots import ROOTS, Campaign, Cell, Failure, Tally, all_cells, chosen_cells
-from ckptkit.testing.roots.campaign import MEDIA, failure_lines
-from ckptkit.testing.roots.commands import ACTIONS
+from tests.mount import why_not
+from tests.roots import ROOTS, Campaign, Cell, Failure, Tally, all_cells, chosen_cells
+from tests.roots.campaign import MEDIA, failure_lines
+from tests.roots.commands import ACTIONS
 
 CELL_S_MAX = 120.0  # slower is hanging: the slowest cell takes 3 s
 _MEMORY_BYTES = 16 << 30  # of addresses, of which libraries map more than they touch
@@ -90,7 +90,7 @@ def _chosen(media: Sequence[str], seed: int) -> list[Cell]:
 def repeat(cell: Cell) -> str:
     """The command that runs this cell again."""
     flags = ["--medium", cell.medium, "--root", cell.root, "--action", cell.action]
-    return shlex.join(["python", "-m", "bench", "zoo", *flags])
+    return shlex.join(["python", "-m", "tests.roots", *flags])
 
 
 def campaign(cells: Sequence[Cell], workers: int) -> Tally:
@@ -122,8 +122,7 @@ def _run_worker(left: deque[Cell], note: Callable[[Cell, list[Failure]], None]) 
     """Takes the cells that a worker has done from `left`; returns how the worker ended."""
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     environ.pop("XLA_FLAGS", None)
-    command = [sys.executable, "-m", "bench", "zoo", "--worker"]
-    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "tests.roots", "--worker"]
     with (
         tempfile.TemporaryDirectory(prefix="ckptkit-zoo-") as home,
         tempfile.TemporaryFile("w+") as errors,
@@ -134,7 +133,7 @@ def _run_worker(left: deque[Cell], note: Callable[[Cell, list[Failure]], None]) 
             stderr=errors,
             text=True,
             env={**environ, "TMPDIR": home},
-            cwd=root,
+            cwd=Path(__file__).parents[2],
         ) as process,
     ):
         assert process.stdin is not None
@@ -173,3 +172,7 @@ def _list() -> None:
     click.echo()
     for name in ACTIONS:
         click.echo(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from ckptkit.testing.damage import DamageKind
-from ckptkit.testing.roots.tree import ROOT, StepState, StrangeRoot, Tree, registered
+from tests.roots.tree import ROOT, StepState, StrangeRoot, Tree, registered
 
 DAMAGED: Final[dict[str, StrangeRoot]] = {}
 OURS, STOCK = "ckptkit composite", "orbax composite"

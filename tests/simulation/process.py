@@ -24,9 +24,9 @@ from ckptkit.save.records import PeerCopies, SaveTargets, Ticket
 from ckptkit.save.retention import Retention
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems
-from ckptkit.testing.simulation.scheduler import Task, Violation
-from ckptkit.testing.simulation.storage import PART_BYTES, SimArena, SimDiskCopy, SimDurable
 from ckptkit.util import clock
+from tests.simulation.scheduler import Task, Violation
+from tests.simulation.storage import PART_BYTES, SimArena, SimDiskCopy, SimDurable
 
 Content = tuple[str, int]  # which call of the job staged it, and on which process
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from ckptkit.testing.roots.tree import ROOT, StrangeRoot, Tree, registered
+from tests.roots.tree import ROOT, StrangeRoot, Tree, registered
 
 LEAVINGS: Final[dict[str, StrangeRoot]] = {}
 OURS, STOCK = "ckptkit composite", "orbax composite"

@@ -12,11 +12,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit import errors
-from ckptkit.testing.roots.catalog import KINDS
-from ckptkit.testing.roots.commands import KEPT, Action
-from ckptkit.testing.roots.kinds import leaves, quiet
-from ckptkit.testing.roots.media import Listing
-from ckptkit.testing.roots.tree import OTHER, ROOT, StepFact, Tree
+from tests.roots.catalog import KINDS
+from tests.roots.commands import KEPT, Action
+from tests.roots.kinds import leaves, quiet
+from tests.roots.media import Listing
+from tests.roots.tree import OTHER, ROOT, StepFact, Tree
 
 FailureKind = Literal["bytes lost", "false corrupt", "false good", "internal error"]
 CORRUPT: Final = 11  # the exit code of the command for damage

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, final
 
 from ckptkit.testing.damage import DamageKind, inflict
-from ckptkit.testing.roots.catalog import KINDS, STEPS, SavedRuns
-from ckptkit.testing.roots.media import LinkedCopies
+from tests.roots.catalog import KINDS, STEPS, SavedRuns
+from tests.roots.media import LinkedCopies
 
 StepState = Literal["good", "blemished", "unproven", "damaged", "undetectable", "unfinished"]
 ROOT: Final = "run"  # the root's name in the home directory

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-from ckptkit.testing.roots.catalog import SavedRuns
-from ckptkit.testing.roots.commands import ACTIONS, Action, Places
-from ckptkit.testing.roots.kinds import quiet
-from ckptkit.testing.roots.media import Medium
-from ckptkit.testing.roots.oracle import Answer, Failure, Outcome, judge
-from ckptkit.testing.roots.tree import ROOT, StrangeRoot, Tree
+from tests.roots.catalog import SavedRuns
+from tests.roots.commands import ACTIONS, Action, Places
+from tests.roots.kinds import quiet
+from tests.roots.media import Medium
+from tests.roots.oracle import Answer, Failure, Outcome, judge
+from tests.roots.tree import ROOT, StrangeRoot, Tree
 
 Main = Callable[[Sequence[str]], int]
 _OTHER: Final = "restarted"  # the history of the other root, with the step 50 of epoch 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from ckptkit.testing.roots.catalog import KINDS
-from ckptkit.testing.roots.tree import ROOT, StrangeRoot, Tree, registered
+from tests.roots.catalog import KINDS
+from tests.roots.tree import ROOT, StrangeRoot, Tree, registered
 
 
 def _of_kind(kind: str) -> StrangeRoot:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from ckptkit.testing.roots.catalog import KINDS
+from tests.roots.catalog import KINDS
 
 Deletes = Literal["nothing", "prune", "repair", "rollback", "save keep 1"]
 Reads = Literal["nothing", "arrays", "step", "root"]

@@ -1,4 +1,4 @@
-"""Runs seeds, and prints how to repeat a failure: `python -m ckptkit.testing.simulation --seeds 1000`."""
+"""Runs seeds, and prints how to repeat a failure: `python -m tests.simulation --seeds 1000`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import click
 
-from ckptkit.testing.simulation.job import SimJob
-from ckptkit.testing.simulation.mutations import MUTATIONS, mutated
-from ckptkit.testing.simulation.plan import Plan
-from ckptkit.testing.simulation.scheduler import Violation
+from tests.simulation.job import SimJob
+from tests.simulation.mutations import MUTATIONS, mutated
+from tests.simulation.plan import Plan
+from tests.simulation.scheduler import Violation
 
 _BATCH = 200  # seeds of one task of a pool; cycles are collected after each
 _SHOWN = 40  # lines of the log of a failing run
@@ -29,7 +29,7 @@ class Failure:
     log: tuple[str, ...]
 
     def __str__(self) -> str:
-        repeat = f"python -m ckptkit.testing.simulation --first {self.plan.seed} --seeds 1"
+        repeat = f"python -m tests.simulation --first {self.plan.seed} --seeds 1"
         faults = "\n".join(f"  {fault}" for fault in self.plan.faults) or "  none"
         log = "\n".join(f"  {line}" for line in self.log)
         head = f"seed {self.plan.seed}: {self.problem}\nrepeat it: {repeat}"

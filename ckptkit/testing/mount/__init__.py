@@ -1,4 +1,0 @@
-"""A mounted bucket for tests: it renames object by object, lists late, and loses unsynced bytes."""
-
-from ckptkit.testing.mount.mounted import MountedBucket as MountedBucket
-from ckptkit.testing.mount.mounted import why_not as why_not

@@ -1,0 +1,5 @@
+"""`python -m tests.simulation`."""
+
+from tests.simulation.run import main
+
+main()
