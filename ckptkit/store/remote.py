@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 import threading
@@ -219,6 +220,8 @@ def _connected(url: str, timeout_s: float) -> tuple[Any, str]:
     client of a process is made in a thread, which is abandoned after the time limit.
     """
     scheme = url.partition("://")[0]
+    if "STORAGE_EMULATOR_HOST" in os.environ:  # else gcsfs asks Google for the type of the emulator's bucket
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     if scheme not in _reachable:
         made: list[BaseException | None] = []
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import ckptkit
@@ -13,6 +17,27 @@ def test_missing_bucket_is_named(server: BucketServer) -> None:
     """A typing error in the URL would be found at the first save, hours later."""
     with pytest.raises(ckptkit.StoreError, match=r"gs://no-such-bucket/run cannot be written: .*create the bucket"):
         ckptkit.CheckpointManager("gs://no-such-bucket/run")
+
+
+def test_no_directory_is_made_in_a_bucket(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcsfs first asks for the type of the bucket: without a network a job learns a minute later that there is none."""
+    made: list[object] = []
+    monkeypatch.setattr("etils.epath.gpath._GPath.mkdir", lambda self, **_: made.append(self))
+    ckptkit.CheckpointManager("gs://runs/run").close()
+    assert not made
+
+
+def test_emulator_is_used_without_a_question_to_google(server: BucketServer) -> None:
+    """Without a network the question takes a minute in every process, and ends in logged errors."""
+    code = (
+        "import ckptkit\n"
+        "assert ckptkit.latest_step('gs://runs/run') is None\n"
+        "import gcsfs\n"
+        "assert gcsfs.GCSFileSystem is gcsfs.core.GCSFileSystem\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_refused_permission_names_the_missing_one(server: BucketServer) -> None:

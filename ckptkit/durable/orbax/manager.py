@@ -32,16 +32,12 @@ from ckptkit.store.roots import root_url
 
 def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
     """Makes the durable root, with the permissions that the options ask for. A power failure does not undo that. If it
-    fails, the first read or write reports it."""
-    properties = properties_of(url)
-    if not (properties.file_system or properties.known_to_orbax):
-        return  # s3fs would make the bucket: of a name that was mistyped, too
+    fails, the first read or write reports it. In a bucket there is nothing to make."""
+    if not properties_of(url).file_system:
+        return  # s3fs would make a bucket of a mistyped name, gcsfs would ask Google for the type of the bucket
     mode = options.file_options.path_permission_mode if options.file_options else None
     with suppress(OSError):
-        if properties.file_system:
-            make_durable(url.removeprefix("file://"), mode=0o777 if mode is None else mode)
-        else:
-            ocp.path.step.epath.Path(url).mkdir(parents=True, exist_ok=True, mode=mode)
+        make_durable(url.removeprefix("file://"), mode=0o777 if mode is None else mode)
 
 
 def without_collectives(options: Any, count: int) -> Any:
