@@ -13,7 +13,7 @@ import click
 import orbax.checkpoint as ocp
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import DRY_RUN, JSON, STEP_PREFIX, TIMEOUT
+from ckptkit.cli.options import DRY_RUN, JSON, STEP_PREFIX, TIMEOUT, seconds
 from ckptkit.cli.text import count_text, print_json, print_line, printable
 from ckptkit.errors import StepNotFoundError
 from ckptkit.guard import Certificate, Difference, NewSave, ReplayPlan, replay, replay_new
@@ -45,11 +45,10 @@ _POLL_S = 2.0  # between looks at the root of a running job
     metavar="STEPS",
     help="Replay to each new save of a running job, at most STEPS steps for one.",
 )
-@click.option(
+@seconds(
     "--idle-timeout",
     "idle_timeout_s",
-    type=click.FloatRange(min=0.1),
-    metavar="SECONDS",
+    least=0.1,
     help="For --watch: end after this time without a new save [default: never].",
 )
 @STEP_PREFIX

@@ -17,7 +17,7 @@ from typing import Any, cast
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import DRY_RUN, JSON
+from ckptkit.cli.options import DRY_RUN, JSON, seconds
 from ckptkit.cli.parsed import named_number
 from ckptkit.cli.text import count_text, print_json, print_line, print_table
 from ckptkit.cli.worker_options import COLD, COMMAND, COMMAND_SETTINGS, DEVICES, EVENTS, HANG, PROCESSES
@@ -55,15 +55,7 @@ _RUNS = ("disturbed", "undisturbed")
 )
 @DEVICES
 @click.option("--faults", type=click.IntRange(min=1), default=5, show_default=True, help="Faults in all.")
-@click.option(
-    "--mtbf",
-    "mtbf_s",
-    type=click.FloatRange(min=0.01),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Mean time from a step of the job to the next fault.",
-)
+@seconds("--mtbf", "mtbf_s", least=0.01, default=30.0, help="Mean time from a step of the job to the next fault.")
 @click.option(
     "--kind",
     "kinds",
@@ -71,15 +63,7 @@ _RUNS = ("disturbed", "undisturbed")
     multiple=True,
     help="kill, host (all its processes), freeze, preempt, fill or outage, with its weight [default: kill:1].",
 )
-@click.option(
-    "--for",
-    "lasting_s",
-    type=click.FloatRange(min=0.01),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A freeze, a full disk and an outage last so long.",
-)
+@seconds("--for", "lasting_s", least=0.01, default=5.0, help="A freeze, a full disk and an outage last so long.")
 @click.option("--fill", metavar="DIR", help="For `fill`: fill the file system of DIR, which must not be that of /.")
 @click.option(
     "--bucket",

@@ -12,7 +12,7 @@ import jax
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
-from ckptkit.cli.options import JSON, MAP, MEMORY, SIZE, TIMEOUT
+from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT, size
 from ckptkit.cli.parsed import Parsed
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.sources import leased_sources
@@ -26,15 +26,7 @@ from ckptkit.model.quantization import LeafError
 _ERRORS_SHOWN = 10  # of the leaves that are quantised
 
 TO = click.option("--to", type=click.Choice(get_args(TargetFormat)), required=True, help="Format of DST.")
-SHARD_SIZE = click.option(
-    "--shard-size",
-    "shard_bytes",
-    type=SIZE,
-    default=SHARD_BYTES,
-    show_default="5 GiB",
-    metavar="SIZE",
-    help="Of each file of hf.",
-)
+SHARD_SIZE = size("--shard-size", "shard_bytes", default=SHARD_BYTES, help="Of each file of hf.")
 
 
 def _cast(text: str) -> tuple[str, str]:

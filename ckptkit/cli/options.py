@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -44,23 +44,32 @@ def _keep(text: str) -> Keep:
 
 SIZE = Parsed("size", _size_bytes)
 KEEP = Parsed("rule", _keep)
-TIMEOUT = click.option(
+
+
+def seconds(*names: str, default: float | None = None, least: float = 0, help: str) -> Any:
+    """An option with a time of `least` seconds or more."""
+    shown, kind = default is not None, click.FloatRange(min=least)
+    return click.option(*names, type=kind, default=default, show_default=shown, metavar="SECONDS", help=help)
+
+
+def size(*names: str, default: int, help: str) -> Any:
+    """An option with a size in bytes, as `512MB`."""
+    shown = size_text(default)
+    return click.option(*names, type=SIZE, default=default, show_default=shown, metavar="SIZE", help=help)
+
+
+TIMEOUT = seconds(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0.1),
+    least=0.1,
     default=20.0,
-    show_default=True,
-    metavar="SECONDS",
     help="How long to retry requests to a bucket that does not answer.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/CLI.md has its shape).")
-MEMORY = click.option(
+MEMORY = size(
     "--memory",
     "memory_bytes",
-    type=SIZE,
     default=MEMORY_BYTES,
-    show_default=size_text(MEMORY_BYTES),
-    metavar="SIZE",
     help="The most array data that is held at once; a chunk above a quarter of it is an error.",
 )
 MAP = click.option("--map", "map_path", metavar="FILE", help="Rules that rename, split, stack, transpose (TOML).")

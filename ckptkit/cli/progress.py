@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, ProgressColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
 
 
@@ -27,9 +34,10 @@ def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
 
 
 @contextmanager
-def reading_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """A function of (bytes read, bytes in total). Like `progress_bar`, but removed at the end."""
-    with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn(), transient=True) as update:
+def reading_bar() -> Iterator[Callable[..., None] | None]:
+    """A function of (bytes read, bytes in total, what is read). Like `progress_bar`, but removed at the end."""
+    what = TextColumn("{task.description}")
+    with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn(), what, transient=True) as update:
         yield update
 
 
@@ -41,10 +49,10 @@ def counting_bar() -> Iterator[Callable[[int, int], None] | None]:
 
 
 @contextmanager
-def _bar(*columns: ProgressColumn, transient: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+def _bar(*columns: ProgressColumn, transient: bool = False) -> Iterator[Callable[..., None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
     with Bar(BarColumn(), *columns, console=Console(stderr=True), transient=transient) as bar:
         task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total, what="": bar.update(task, completed=done, total=total, description=what)

@@ -9,7 +9,7 @@ import jax
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
-from ckptkit.cli.options import JSON, MEMORY, SIZE, TIMEOUT
+from ckptkit.cli.options import JSON, MEMORY, TIMEOUT, size
 from ckptkit.cli.parsed import Parsed
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.sources import leased_sources
@@ -45,14 +45,7 @@ _PROCESSES_S = 3600.0  # the longest wait for another process, which writes its 
 )
 @click.option("--rules", "rules_path", metavar="FILE", help="Which leaves are split over which axes (TOML).")
 @click.option("--like", metavar="CHECKPOINT", help="Split the leaves over the axes as they are in this checkpoint.")
-@click.option(
-    "--chunk-bytes",
-    type=SIZE,
-    default=CELL_BYTES,
-    show_default=size_text(CELL_BYTES),
-    metavar="SIZE",
-    help="About the most that a chunk has.",
-)
+@size("--chunk-bytes", default=CELL_BYTES, help="About the most that a chunk has.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run of the same plan.")
 @click.option(

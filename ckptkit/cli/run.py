@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import click
 
 from ckptkit.cli.hosts import Hosts, hosts_of
-from ckptkit.cli.options import DRY_RUN, JSON
+from ckptkit.cli.options import DRY_RUN, JSON, seconds
 from ckptkit.cli.text import print_json, print_line
 from ckptkit.cli.worker_options import COLD, COMMAND, COMMAND_SETTINGS, DEVICES, EVENTS, HANG, PROCESSES
 from ckptkit.events import EventLog
@@ -33,32 +33,18 @@ from ckptkit.launch.status import FORMAT, write_status
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), default=10, show_default=True, help="Restarts of the whole job."
 )
-@click.option(
+@seconds(
     "--backoff",
     "backoff_s",
-    type=click.FloatRange(min=0),
     default=1.0,
-    show_default=True,
-    metavar="SECONDS",
     help="Wait after an attempt without a step, or one that failed where the last one did; doubles each time, at "
     "most 60 s.",
 )
-@click.option(
-    "--grace",
-    "grace_s",
-    type=click.FloatRange(min=0),
-    default=0.1,
-    show_default=True,
-    metavar="SECONDS",
-    help="From SIGTERM to SIGKILL for the others when a process is lost.",
-)
-@click.option(
+@seconds("--grace", "grace_s", default=0.1, help="From SIGTERM to SIGKILL for the others when a process is lost.")
+@seconds(
     "--preempt-grace",
     "preempt_grace_s",
-    type=click.FloatRange(min=0),
     default=30.0,
-    show_default=True,
-    metavar="SECONDS",
     help="The same when this command gets SIGTERM: time for a last save.",
 )
 @click.option(
@@ -74,22 +60,11 @@ from ckptkit.launch.status import FORMAT, write_status
 @click.option("--node-rank", "rank", type=click.IntRange(min=0), metavar="N", help="Which host this is; 0 decides.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where the agent of host 0 listens.")
 @click.option("--secret-file", metavar="FILE", help="The secret that all agents share [default: $CKPTKIT_SECRET].")
-@click.option(
-    "--join-timeout",
-    "join_s",
-    type=click.FloatRange(min=0.1),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long hosts wait for each other.",
-)
-@click.option(
+@seconds("--join-timeout", "join_s", least=0.1, default=300.0, help="How long hosts wait for each other.")
+@seconds(
     "--rejoin-timeout",
     "rejoin_s",
-    type=click.FloatRange(min=0),
     default=30.0,
-    show_default=True,
-    metavar="SECONDS",
     help="How long a restart waits for a host in the place of a lost one, before it takes fewer.",
 )
 @EVENTS

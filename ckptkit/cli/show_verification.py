@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckptkit.cli.text import count_text, print_line, print_table, printable, size_text
-from ckptkit.util import clock
+from ckptkit.cli.progress import reading_bar
+from ckptkit.cli.text import count_text, print_line, print_table, size_text
 from ckptkit.verification import Scrub, StepProof, Treatment, Verification, VerifyProgress
 
 _COLUMNS = [
@@ -21,7 +20,6 @@ _COLUMNS = [
     ("why", False),
 ]
 _TREATED = [(title, title == "step") for title in ("step", "save", "copy", "where", "what", "from", "why")]
-_EVERY_S = 0.2  # a terminal is written to no more often
 
 
 def show_verification(found: Verification) -> None:
@@ -51,27 +49,9 @@ def show_scrub(found: Scrub) -> None:
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[VerifyProgress], None] | None]:
-    """A line on stderr that is written over, where stderr is a terminal; None elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    last_s = 0.0
-
-    def show(progress: VerifyProgress) -> None:
-        nonlocal last_s
-        now_s = clock.monotonic_s()
-        if now_s - last_s < _EVERY_S:
-            return
-        last_s = now_s
-        done, total = size_text(progress.checked_bytes), size_text(progress.total_bytes)
-        sys.stderr.write(printable(f"step {progress.step}: {done} of {total}") + "\x1b[K\r")
-        sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        sys.stderr.write("\x1b[K")
-        sys.stderr.flush()
+    """Shows on stderr which step is read and how far, where stderr is a terminal; None elsewhere."""
+    with reading_bar() as update:
+        yield update and (lambda at: update(at.checked_bytes, at.total_bytes, f"step {at.step}"))
 
 
 def _row(proof: StepProof, item: str | None) -> list[str]:

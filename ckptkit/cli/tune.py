@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import DRY_RUN, JSON, SIZE, TIMEOUT
+from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT, size
 from ckptkit.cli.outputs import OutputFile, write_whole
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
 from ckptkit.diagnosis.tuner import Proposal, TunePlan, explain_checkpoint, measure, plan_tune
@@ -30,15 +30,7 @@ _PROFILE = click.option(
 @click.argument("url", metavar="URL")
 @click.option("--like", metavar="CHECKPOINT", help="Leaves as in this checkpoint, of any format; samples its bytes.")
 @click.option("--output", type=OutputFile(), metavar="FILE", help="Write the profile here, for DurableProfile.load.")
-@click.option(
-    "--probe",
-    "probe_bytes",
-    type=SIZE,
-    default=PROBE_BYTES,
-    show_default=size_text(PROBE_BYTES),
-    metavar="SIZE",
-    help="Bytes of one trial.",
-)
+@size("--probe", "probe_bytes", default=PROBE_BYTES, help="Bytes of one trial.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Trials of each profile.")
 @DRY_RUN
 @JSON

@@ -7,7 +7,18 @@ import sys
 import click
 
 from ckptkit.cli.exits import Exit, exit_with
-from ckptkit.cli.options import DRY_RUN, HOST_ID, JSON, KEEP, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers, root_and_step
+from ckptkit.cli.options import (
+    DRY_RUN,
+    HOST_ID,
+    JSON,
+    KEEP,
+    STEP_PREFIX,
+    TIERS,
+    TIMEOUT,
+    fast_tiers,
+    root_and_step,
+    seconds,
+)
 from ckptkit.cli.show_verification import progress_line
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
 from ckptkit.model.tiers import DURABLE
@@ -31,12 +42,10 @@ UNREAD = click.option("--unread", is_flag=True, help="Trust a step's records, an
     help="newest=N, bytes=SIZE (the newest that fit) or every=N (multiples of N); repeatable: any of them keeps.",
 )
 @UNREAD
-@click.option(
+@seconds(
     "--wait",
     "wait_s",
-    type=click.FloatRange(min=0),
     default=0.0,
-    metavar="SECONDS",
     help="How long to watch leases of steps to delete; a lease that is not renewed is dropped.",
 )
 @STEP_PREFIX

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 
 from ckptkit.util.clock import Deadline
@@ -147,6 +148,15 @@ class Child:
                     self._on_output(self.process, line.rstrip("\n"))
                 except Exception as error:  # noqa: BLE001  (top of a thread: `run` raises it)
                     self._on_error(error)
+
+
+def ended_among(children: Sequence[Child], wake: int, timeout_s: float | None) -> list[Child]:
+    """Those of `children` that have ended, as soon as one has; none when the eventfd `wake` is set, which is then
+    cleared, or the time is over."""
+    ready = connection.wait([wake, *(child.pidfd for child in children)], timeout_s)
+    if wake in ready:
+        os.eventfd_read(wake)
+    return [child for child in children if child.pidfd in ready]
 
 
 def child_env(extra: Mapping[str, str], devices_per_process: int | None) -> dict[str, str]:

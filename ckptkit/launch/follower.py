@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
-import selectors
 import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, final
 
-from ckptkit.launch.child import Child
+from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.command import python_command
 from ckptkit.launch.control import Connection, ControlError, checked_secret, connect
 from ckptkit.launch.host import LocalHost
@@ -94,9 +93,7 @@ class Follower:
                     raise ControlError(f"no first agent at {host}:{port} for {self._join_s:.0f} s: {error}") from error
             if self._told:
                 raise KeyboardInterrupt
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._wake, selectors.EVENT_READ)
-                selector.select(_AGAIN_S)
+            ended_among((), self._wake, _AGAIN_S)
 
     def _serve(self, connection: Connection) -> int | None:
         """Obeys until the job is over (its exit code), or the connection (None)."""
@@ -184,14 +181,7 @@ class Follower:
         self._alive = []
 
     def _wait(self, timeout_s: float = _TICK_S) -> list[Child]:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake, selectors.EVENT_READ)
-            for child in self._alive:
-                selector.register(child.pidfd, selectors.EVENT_READ, child)
-            ready = [key for key, _ in selector.select(timeout_s)]
-        if any(key.fd == self._wake for key in ready):
-            os.eventfd_read(self._wake)
-        ended = [key.data for key in ready if key.fd != self._wake]
+        ended = ended_among(self._alive, self._wake, timeout_s)
         self._alive = [child for child in self._alive if child not in ended]
         return ended
 

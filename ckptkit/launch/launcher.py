@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckptkit.events import EventLog, Kind
-from ckptkit.launch.child import Child
+from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.host import LocalHost
 from ckptkit.launch.policy import ExitCode, HangPolicy, Loss, RestartPolicy
 from ckptkit.launch.ports import free_port
@@ -335,14 +334,7 @@ class Launcher:
     def _wait(self, children: Sequence[Child], timeout_s: float | None = None) -> list[Child]:
         """Those of `children` that have ended, as soon as one has; none when woken or the time is over."""
         assert self._wake is not None, "only `run` waits"
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake, selectors.EVENT_READ)
-            for child in children:
-                selector.register(child.pidfd, selectors.EVENT_READ, child)
-            ready = [key for key, _ in selector.select(timeout_s)]
-            if any(key.fd == self._wake for key in ready):
-                os.eventfd_read(self._wake)
-            return [key.data for key in ready if key.fd != self._wake]
+        return ended_among(children, self._wake, timeout_s)
 
     def _blame(self, loss: Loss) -> tuple[bool, bool, bool, int]:
         """Of several lost at once: bad input, then who was killed from here, and last who aborted over others."""

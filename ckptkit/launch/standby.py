@@ -6,12 +6,12 @@ import array
 import ctypes
 import json
 import os
-import selectors
 import signal
 import socket
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import connection
 from typing import Any, final
 
 from ckptkit.launch import worker
@@ -74,10 +74,8 @@ class Standby:
 
     def is_ready(self) -> bool:
         """Whether it has imported everything. Raises `StandbyError` where it never will, or has ended."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            while selector.select(0):
-                self._note_ready(self._receive(Deadline(_FORK_LIMIT_S)))
+        while connection.wait([self._socket], 0):
+            self._note_ready(self._receive(Deadline(_FORK_LIMIT_S)))
         return not self._awaited
 
     def wait_until_ready(self) -> None:

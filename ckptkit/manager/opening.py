@@ -18,9 +18,10 @@ from ckptkit.durable.abandoned import left_behind
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.orbax.manager import make_root
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, heard_from
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
 from ckptkit.job.coordination import Coordinator, Job, gather
+from ckptkit.job.vote import act_together
 from ckptkit.manager.settings import Settings
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box, boxes_by_process
@@ -131,8 +132,8 @@ def open_arenas(
     """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting."""
     tiers, (place, _) = job_hosts.tiers, job_hosts.rank
     arenas: dict[str, Arena] = {}
-    failure: CheckpointError | None = None
-    try:
+
+    def open_all() -> None:
         for tier in tiers:
             if tier.medium == PEER:
                 for number in range(len(job_hosts.kept_for)):
@@ -152,15 +153,13 @@ def open_arenas(
                 memory=memory if tier.medium == RAM else None,
                 keeps_found=tier.keep is not None,
             )
-    except CheckpointError as error:
-        failure = error
-    mine = failure and [type(failure).__name__, str(failure)]
-    said = gather(coordinator, "arenas", mine)
-    failed = [process for process, why in enumerate(said) if why]
-    if failed:
+
+    try:
+        act_together(coordinator, "arenas", open_all, rejecting=())
+    except BaseException:
         for arena in arenas.values():
             arena.close()
-        raise failure or heard_from(failed[0], *said[failed[0]])
+        raise
     return arenas
 
 
