@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, OutsideRootError, StepNotFoundError, StoreError
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
 from ckptkit.store import Stat, Store, open_store
 from ckptkit.store.backends import properties_of
-from ckptkit.store.base import Properties, PutMode
+from ckptkit.store.base import Properties
 
 _REASON_CHARS = 200  # of a library's own words in a message
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
@@ -40,15 +40,12 @@ class ReadOnlyStore:
         """The wrapped store's."""
         return self._inner.properties
 
-    def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
-        """Refused with `StoreError`."""
-        del data, mode
-        raise StoreError(f"{self.url}/{key} is opened for inspection only, and was not written")
+    def _refused(self, *given: Any, **words: Any) -> NoReturn:
+        """A write."""
+        del given, words
+        raise StoreError(f"{self.url} is opened for inspection only; nothing in it was changed")
 
-    def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
-        """Refused with `StoreError`."""
-        del source, mode, replaces
-        raise StoreError(f"{self.url}/{target} is opened for inspection only, and was not written")
+    put = copy = delete = delete_many = delete_unchanged = _refused
 
     def get(self, key: str) -> bytes:
         """See `Store.get`; raises `CorruptCheckpointError` if it is not a plain object of a plausible size."""
@@ -70,25 +67,13 @@ class ReadOnlyStore:
         """See `Store.list`; names that cannot be a part of a key are left out."""
         return [name for name in self._inner.list(prefix) if name.rstrip("/") not in ("", ".", "..")]
 
-    def delete(self, key: str) -> None:
-        """Refused with `StoreError`."""
-        raise StoreError(f"{self.url}/{key} is opened for inspection only, and was not deleted")
-
     def list_all(self, prefix: str) -> list[str]:
         """See `Store.list_all`."""
         return self._inner.list_all(prefix)
 
-    def delete_many(self, keys: Sequence[str]) -> None:
-        """Refused with `StoreError`."""
-        raise StoreError(f"{self.url} is only looked at, and {len(keys)} objects were not deleted")
-
     def stat_all(self, prefix: str) -> dict[str, Stat]:
         """See `Store.stat_all`."""
         return self._inner.stat_all(prefix)
-
-    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
-        """Refused with `StoreError`."""
-        self.delete_many(list(found))
 
 
 @final

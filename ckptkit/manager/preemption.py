@@ -44,23 +44,20 @@ class LastSaver:
         if not grace_s > 0:
             raise ValueError(f"grace_s is {grace_s}: give the seconds between the signal and the end, more than 0")
         self._coordinator.begin(self._branch.enter(step, "save_last"))
-        request = replace(self._request(step, args), metrics=metrics, custom_metadata=custom_metadata)
-        held = save_items(request.args, default_item=request.default_item)
-        size_bytes = 0 if isinstance(held, str) else self._pipeline.describe(held.trees).held_bytes
-        return self._save(request, size_bytes, grace_s)
-
-    def _request(self, step: int, args: Any) -> Request:
         start_s = clock.monotonic_s()
         by_name, default_item = self._stock.save_args(None, None, args)
-        return Request(
+        request = Request(
             step=step,
             args=by_name,
             default_item=default_item,
-            metrics=None,
+            metrics=metrics,
             force=True,
-            custom_metadata=None,
+            custom_metadata=custom_metadata,
             start_s=start_s,
         )
+        held = save_items(request.args, default_item=request.default_item)
+        size_bytes = 0 if isinstance(held, str) else self._pipeline.describe(held.trees).held_bytes
+        return self._save(request, size_bytes, grace_s)
 
     def _save(self, request: Request, size_bytes: int, grace_s: float) -> LastSave:
         spent_s = self.pace.spent_s(clock.monotonic_s())
@@ -71,7 +68,7 @@ class LastSaver:
         if tiers:
             last = LastTurn(tiers=frozenset(tiers), deadline=deadline, again=was_there)
             with self._saver.entered(request.step) as call:
-                self._saver.take(replace(request, force=True, last=last), call)
+                self._saver.take(replace(request, last=last), call)
         # A slow tier that is not done must not cost the step that faster ones have: nothing is raised here.
         self._pipeline.run(self._pipeline.settle(deadline))
         held = self._held(request.step)

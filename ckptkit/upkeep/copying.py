@@ -17,7 +17,7 @@ from typing import Any, final
 import xxhash
 
 from ckptkit.durable.commit import commit_mark
-from ckptkit.durable.lifecycle.adoption import Adoption, claim, restamp_sidecars
+from ckptkit.durable.lifecycle.adoption import Adoption, restamp_sidecars
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import Lease, WriterClaim
 from ckptkit.durable.lifecycle.shield import shield_records
@@ -69,7 +69,7 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     with _leased(plan, timeout_s, notes) as kept:
         shield_records(target)
         if plan.adoption is not None:
-            claim(target, plan.adoption)
+            EpochRecords(target).advance(plan.adoption.before, plan.adoption.after)
         if plan.ancestry is not None:
             _copy_records(plan.ancestry, EpochRecords(open_store(plan.source)), EpochRecords(target))
         for each in plan.steps:

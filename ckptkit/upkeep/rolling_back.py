@@ -9,7 +9,7 @@ from typing import Any
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.durable.lifecycle.shield import shield_records
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.records import FORMAT, StepEntry
 from ckptkit.inspection.steps import list_steps
@@ -106,15 +106,8 @@ def rollback(plan: RollbackPlan, *, timeout_s: float = 20.0) -> RollbackPlan:
     Cost: three small writes. Raises `CheckpointError` where a run has begun or gone back since the plan was made.
     """
     store = open_store(plan.root, deadline_s=timeout_s)
-    records = EpochRecords(store)
-    changed = CheckpointError(f"{plan.root} changed since it was looked at: a run began, or went back; run it again")
-    if records.read() != plan.before:
-        raise changed
     shield_records(store)
-    try:
-        records.write(plan.after)
-    except FileExistsError as error:
-        raise changed from error
+    EpochRecords(store).advance(plan.before, plan.after)
     return replace(plan, done=True)
 
 

@@ -25,6 +25,7 @@ from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import MEMORY_BYTES
 from ckptkit.inspection.places import Place
 from ckptkit.job.coordination import Coordinator, LocalCoordinator
+from ckptkit.job.vote import act_together
 from ckptkit.model import paths
 from ckptkit.model.boxes import CELL_BYTES, Box
 from ckptkit.model.durable_profile import DurableProfile
@@ -109,40 +110,10 @@ def reshard(
         target.journal.work = coordinator.agree("reshard-begun", known_by, start)
         with target.kept(after_damage=coordinator.count > 1 or properties_of(plan.source).round_trips):
             unchanged = partial(require_unchanged, known_by, now, plan.source)
-            _write_and_commit(source, plan, target, memory_bytes, coordinator, progress, unchanged)
-
-
-def _write_and_commit(
-    source: ReshardSource,
-    plan: ReshardPlan,
-    target: Destination,
-    memory_bytes: int,
-    coordinator: Coordinator,
-    progress: BytesProgress | None,
-    unchanged: Callable[[], None],
-) -> None:
-    """This process's part, and when all have theirs the commit."""
-    error = None
-    try:
-        _write_part(source, plan, target, memory_bytes, coordinator, progress)
-    except Exception as caught:  # noqa: BLE001  reported to the other processes, which would wait for this part
-        error = caught
-
-    def finish(failures: list[str | None]) -> None:
-        for process, failure in enumerate(failures):
-            if failure is not None:
-                raise CheckpointError(f"process {process} could not write its part of {plan.target}: {failure}")
-        _finish(source, plan, target, coordinator.count, unchanged)
-
-    try:
-        coordinator.agree(
-            "reshard-written",
-            None if error is None else f"{type(error).__name__}: {error}",
-            finish,
-        )
-    finally:
-        if error is not None:
-            raise error  # what it was, where it happened
+            part = partial(_write_part, source, plan, target, memory_bytes, coordinator, progress)
+            act_together(coordinator, "reshard-written", part, rejecting=())
+            finish = partial(_finish, source, plan, target, coordinator.count, unchanged)
+            coordinator.agree("reshard-finished", None, lambda _: finish())
 
 
 def share_of(sizes: Sequence[int], process: int, count: int) -> range:

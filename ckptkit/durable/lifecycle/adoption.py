@@ -4,8 +4,8 @@ Saves are ordered by epoch first. A step of a run with more epochs would be newe
 restart would take it, and the first save after that would supersede the root's own steps. So a foreign save gets a new
 identity: that of the newest save of the root, or that of the oldest.
 
-To put a step into a root: call `plan_adoption`, then `claim`, write the step without a marker, call `restamp_sidecars`,
-and at last write the marker (`durable.sidecars.marker_text`) with the new identity.
+To put a step into a root: call `plan_adoption`, then `EpochRecords.advance`, write the step without a marker, call
+`restamp_sidecars`, and at last write the marker (`durable.sidecars.marker_text`) with the new identity.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
-from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.durable.sidecars import sidecars_among
 from ckptkit.errors import CheckpointError
 from ckptkit.model import paths
@@ -69,22 +69,6 @@ def plan_adoption(
             path=root,
         )
     return Adoption(save_id=SaveId(0, step, 0), before=ancestry, after=None)
-
-
-def claim(store: Store, adoption: Adoption) -> None:
-    """Claims the epoch of a save that is adopted as the newest: a run that is under way is fenced off by it.
-
-    Raises `CheckpointError` where a run has begun, or gone back, since the plan was made.
-    """
-    records = EpochRecords(store)
-    changed = CheckpointError(f"{store.url} changed since it was looked at: a run began, or went back; run it again")
-    if records.read() != adoption.before:
-        raise changed
-    if adoption.after is not None:
-        try:
-            records.write(adoption.after)
-        except FileExistsError as error:
-            raise changed from error
 
 
 def restamp_sidecars(store: Store, items: Iterable[str], save_id: SaveId) -> None:

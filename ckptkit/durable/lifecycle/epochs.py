@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.errors import CorruptCheckpointError, StoreError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import SaveId
@@ -239,6 +239,23 @@ class EpochRecords:
         """
         # Named, so that a repeated put can tell its own record from the same words of another run.
         self._claim(ancestry.epoch, _sealed({**ancestry.to_json(), "run": self._run}))
+
+    def advance(self, before: Ancestry, after: Ancestry | None) -> None:
+        """Writes `after` over `before`, which a plan was made for: a run that is under way is fenced off by it. None
+        only looks.
+
+        Raises `CheckpointError` where a run has begun, or gone back, since the plan was made.
+        """
+        changed = CheckpointError(
+            f"{self._store.url} changed since it was looked at: a run began, or went back; run it again"
+        )
+        if self.read() != before:
+            raise changed
+        try:
+            if after is not None:
+                self.write(after)
+        except FileExistsError as error:
+            raise changed from error
 
     def _claim(self, epoch: int, record: bytes) -> None:
         key, copy = self._keys(epoch)
