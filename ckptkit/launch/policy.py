@@ -61,7 +61,10 @@ class Loss:
         if self.why is not None:
             return self.why
         if self.returncode < 0:
-            return signal.Signals(-self.returncode).name
+            try:
+                return signal.Signals(-self.returncode).name
+            except ValueError:  # a real-time signal
+                return f"signal {-self.returncode}"
         return f"exit code {self.returncode}"
 
     @staticmethod

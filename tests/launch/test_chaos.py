@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, 
 from ckptkit.launch.attached import AttachedJob
 from ckptkit.launch.chaos import Chaos, ChaosRun, Injected
 from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
-from ckptkit.launch.harm import FullDisk, LocalBucket, flipped
+from ckptkit.launch.harm import FullDisk, LocalBucket, emptied, flipped
 from ckptkit.launch.status import write_status
 from ckptkit.util.clock import time_text
 from tests.mounts import Mounts
@@ -290,6 +291,52 @@ def test_file_that_is_no_status_of_a_running_job_is_refused(
         (tmp_path / "status.json").write_text(text)
     assert main(["chaos", "--attach", str(tmp_path / "status.json")]) == 2
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_wiped_files_are_freed_while_the_job_starts_again(
+    is_short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time in which a ramdisk is freed would count as the job's recovery; without room the job would find none."""
+    ram = tmp_path / "ram"
+    (ram / "job").mkdir(parents=True)
+    (ram / "job" / "small").write_bytes(b"x")
+    large = ram / "job" / "slot"
+    large.touch()
+    os.truncate(large, 64 << 20)
+    free = 1 << (20 if is_short else 40)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(free))
+    may_free, close = threading.Event(), os.close
+    if is_short:
+        may_free.set()
+
+    def close_later(fd: int) -> None:
+        if "slot (deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
+            assert may_free.wait(30)
+        close(fd)
+
+    monkeypatch.setattr("ckptkit.launch.harm.os.close", close_later)
+    assert emptied(ram) == 2
+    assert list(ram.iterdir()) == []
+    assert contents_held("slot") is not is_short
+    may_free.set()
+    for thread in threading.enumerate():
+        if thread.name == "ckptkit-chaos-free":
+            thread.join()
+    assert not contents_held("slot")
+
+
+class Usage:
+    """The answer of `shutil.disk_usage` that matters here."""
+
+    def __init__(self, free: int):
+        self.free = free
+
+
+def contents_held(name: str) -> bool:
+    """Whether this process holds a deleted file of that name open."""
+    found = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    return any(os.readlink(link).endswith(f"/{name} (deleted)") for link in found if os.path.lexists(link))
 
 
 def test_flip_changes_one_bit(tmp_path: Path) -> None:

@@ -125,6 +125,14 @@ def test_killed_process_is_reported_and_all_restart() -> None:
     ]
 
 
+def test_process_that_a_real_time_signal_ends_is_a_loss() -> None:
+    """Such a signal has no name: the launcher ended with a traceback, and its job with it."""
+    spy = Spy()
+    code = "import os, signal, sys; sys.argv[1] == '0' and os.kill(os.getpid(), signal.SIGRTMIN + 7)"
+    assert spy.launcher(child(code, "{attempt}"), processes=1).run() == ExitCode.OK
+    assert spy.said[0] == f"attempt 0: process 0 was lost (signal {signal.SIGRTMIN + 7})"
+
+
 def test_kill_may_be_called_from_on_output() -> None:
     """Breaks when a callback that kills waits for a lock that the run holds (the demo kills at a step)."""
     launcher: Launcher

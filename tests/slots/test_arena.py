@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -249,6 +250,19 @@ def test_reserve_creates_free_slots_and_keeps_saves(host: Path) -> None:
     assert proven(host / "0") == {save_of(1)}
     sizes = sorted((host / "0" / f"slot-{n}.bin").stat().st_size // PAGE for n in range(3))
     assert sizes == [2, 9, 9]
+    arena.close()
+
+
+def test_mapped_slots_are_advised_as_read_once(host: Path) -> None:
+    """Else the kernel activates each page when the process ends: a loss is noticed 0.2 s later for each 1.5 GB."""
+    arena = Arena.open(host, 0, slots=1, synced=False)
+    write(arena, 1)
+    reader = SlotReader(host / "0", read_manifests([host / "0"])[0][0][1])
+    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    flags = [re.findall(r"^VmFlags: (.*)$", one, re.MULTILINE)[0].split() for one in maps if "slot-0.bin" in one]
+    assert len(flags) == 2, "of the arena and the reader"
+    assert all("sr" in each for each in flags)
+    assert reader.size_bytes > 0
     arena.close()
 
 
