@@ -65,7 +65,8 @@ def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:
     origin = found.origin
     what = {"step": "step", "item": "item of step", "slot": "fast-tier slot, step"}.get(found.kind, found.kind)
     step = "" if found.step is None else f" {found.step}"
-    lines = [f"{found.path}: {what if step else found.kind}{step}, {_layouts(found)}"]
+    layouts = "; ".join(f"{item.name}: {item.kind} ({item.layout})" for item in found.items)
+    lines = [f"{found.path}: {what if step else found.kind}{step}, {layouts}"]
     lines += [f"  {note}" for note in found.notes]
     processes = "" if origin.processes is None else f" from {count_text(origin.processes, 'process', 'processes')}"
     hosts = f" on {', '.join(origin.hosts[:4])}{', ...' * (len(origin.hosts) > 4)}" if origin.hosts else ""
@@ -98,10 +99,6 @@ def _stored(found: Inspection) -> str:
     sizes = [item.stored_bytes for item in found.items if item.kind == "arrays"]
     known = [size for size in sizes if size is not None]
     return f", {size_text(sum(known))} stored" if known and len(known) == len(sizes) else ""
-
-
-def _layouts(found: Inspection) -> str:
-    return "; ".join(f"{item.name}: {item.kind} ({item.layout})" for item in found.items)
 
 
 def _unproven(found: Inspection) -> str:

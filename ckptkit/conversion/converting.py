@@ -32,6 +32,7 @@ from ckptkit.inspection.places import Place
 from ckptkit.model.quantization import DTYPES, LeafError
 from ckptkit.store.backends import properties_of
 from ckptkit.util.disk_file import FileWrites
+from ckptkit.util.words import first_of
 
 TargetFormat = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 
@@ -322,9 +323,8 @@ def _shards(tensors: Tensors, shard_bytes: int) -> list[dict[str, Any]]:
 def no_arrays(source: Checkpoint) -> list[str]:
     """Descriptions of what a checkpoint holds besides tensors: leaves (text, None, empty containers), small items."""
     names = [f"{leaf.name} ({leaf.kind})" for _, leaf in source.others]
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     are = "are no arrays" if len(names) > 1 else "is no array"
-    leaves = f"{', '.join(names[:_NAMED])}{more}, which {are}"
+    leaves = f"{first_of(names, _NAMED)}, which {are}"
     return [*[leaves] * bool(names), *(f"item {name}, which is not an array" for name in source.facts.values)]
 
 

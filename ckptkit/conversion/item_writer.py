@@ -171,7 +171,7 @@ def side_files(
     """
     manifest = Manifest(save_id=save_id, writer=writer, slot="", arrays={item: tuple(records)}, inline=inline)
     arrays = [
-        HostShards(record=record, blocks=[], sidecar=b"", on_written=_nothing)
+        HostShards(record=record, blocks=[], sidecar=b"", on_written=lambda: None)
         for record in records
         if record.kind == "jax"
     ]
@@ -210,7 +210,3 @@ def _read(work: Work) -> Cells:
 
 def _bytes(work: Work) -> int:
     return work.block.size * work.record.itemsize
-
-
-def _nothing() -> None:
-    """Nobody waits for it."""

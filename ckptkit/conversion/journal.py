@@ -30,7 +30,10 @@ def stamps_of(paths: Iterable[str]) -> list[Stamp]:
 
     Cost: a call for each file; in a bucket a small read and a listing for each path. Raises `StoreError`.
     """
-    return [stamp for path in paths for stamp in _stamps(path)]
+    stamps: list[Stamp] = []
+    for path in paths:
+        stamps += _on_disk(Path(path)) if properties_of(path).file_system else _in_bucket(path)
+    return stamps
 
 
 def fingerprint(described: Mapping[str, Any], paths: Iterable[str]) -> str:
@@ -39,10 +42,6 @@ def fingerprint(described: Mapping[str, Any], paths: Iterable[str]) -> str:
     Cost and errors: those of `stamps_of`.
     """
     return hashlib.sha256(json.dumps([described, stamps_of(paths)]).encode()).hexdigest()
-
-
-def _stamps(path: str) -> list[Stamp]:
-    return _on_disk(Path(path)) if properties_of(path).file_system else _in_bucket(path)
 
 
 def _on_disk(path: Path) -> list[Stamp]:

@@ -23,6 +23,7 @@ from ckptkit.inspection.places import local_kind, nothing_at, require_regular
 from ckptkit.inspection.records import LeafInfo
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_patterns import Rename
+from ckptkit.util.words import first_of
 
 _T = TypeVar("_T")
 _WHAT_A_RULE_HAS = "a rule has `from` and `to`, or `from` and `drop = true`"
@@ -128,7 +129,9 @@ def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
     for rule in rules:
         firsts = {name: form for name, form in names.matching(rule.old[0]).items() if name not in taken}
         if not firsts:
-            raise StepNotFoundError(f"the rule for {rule.old[0]} matches no leaf; the leaves are {_some(tensors)}")
+            raise StepNotFoundError(
+                f"the rule for {rule.old[0]} matches no leaf; the leaves are {first_of(sorted(tensors), 5)}"
+            )
         for form in firsts.values():
             forms = [Rename(rule.old[0], old).target_of(form) or "" for old in rule.old]
             stored = [name for each in forms if (name := names.stored(each)) is not None]
@@ -159,7 +162,9 @@ def cast(tensors: Tensors, casts: Iterable[tuple[str, str]]) -> dict[str, Tensor
             raise CheckpointError(f"--dtype {pattern}={word}: {error}") from error
         chosen = LeafNames(made).matching(pattern)
         if not chosen:
-            raise StepNotFoundError(f"--dtype {pattern}={word} matches no leaf; the leaves are {_some(made)}")
+            raise StepNotFoundError(
+                f"--dtype {pattern}={word} matches no leaf; the leaves are {first_of(sorted(made), 5)}"
+            )
         for name in chosen:
             tensor = made[name]
             real = tensor.dtype.kind != "c"  # a cast would drop the imaginary part
@@ -298,11 +303,6 @@ def _put(values: Sequence[int], axis: int, value: int) -> tuple[int, ...]:
 
 def _without(values: Sequence[int], axis: int) -> tuple[int, ...]:
     return (*values[:axis], *values[axis + 1 :])
-
-
-def _some(tensors: Tensors) -> str:
-    names = sorted(tensors)
-    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
 
 
 def tensors_bytes(tensors: Tensors) -> int:

@@ -57,8 +57,9 @@ def require_fitting(target: str, save_id: SaveId | None = None, *, timeout_s: fl
     steps = [each for each in found.steps if _is_step(each.place)]
     fits = step is None or (save_id is not None and _is_in_order(steps, replace(save_id, step=step)))
     if began or (steps and not fits):
+        up_to = f" with steps up to {max(each.step for each in steps)}" if steps else ""
         raise CheckpointError(
-            f"{target} is in {root}, the root of a run{_numbers(steps)}: its next restart could take this for its own "
+            f"{target} is in {root}, the root of a run{up_to}: its next restart could take this for its own "
             "newest save and delete others. Name a place outside; `ckptkit copy` can add a step to a root",
             path=target,
         )
@@ -77,10 +78,6 @@ def _is_step(place: Place) -> bool:
 def _is_in_order(steps: Iterable[DurableStep], save_id: SaveId) -> bool:
     others = [each for each in steps if each.step != save_id.step]  # that one is there already, which is another error
     return all((each.step < save_id.step) == (each.identity < save_id) for each in others)
-
-
-def _numbers(steps: list[DurableStep]) -> str:
-    return f" with steps up to {max(each.step for each in steps)}" if steps else ""
 
 
 def _step_of(source: str, timeout_s: float) -> tuple[str, int] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import Manifest, SaveId, custom_digest
+from ckptkit.util.words import first_of
 
 _MARKED = re.compile(r"\(ckptkit save (\d+ \d+ \d+ [0-9a-f]{32}) ([0-9a-f]{32})\)$")
 
@@ -113,8 +114,8 @@ def incomplete(
     expected = range(found[min(found)].writer.count)  # a hostile count may be any: never made a list
     if len(saves) > 1 or len(present) != len(expected) or any(process not in expected for process in present):
         return (
-            f"{where} has sidecars of processes {_shown(sorted(present))} and saves {', '.join(saves)}, expected "
-            f"processes {_shown(expected)} and one save"
+            f"{where} has sidecars of processes {first_of(sorted(present), 8) or 'none'} and saves {', '.join(saves)}, "
+            f"expected processes {first_of(expected, 8) or 'none'} and one save"
         )
     for process, manifest in found.items():
         if item is not None and item not in manifest.arrays:
@@ -128,8 +129,3 @@ def several_saves(where: str, saves: Iterable[SaveId]) -> str | None:
     """Why items of these saves are not one step; None where it is the same save."""
     distinct = sorted({str(save) for save in saves})
     return f"{where} has items of saves {', '.join(distinct)}" if len(distinct) > 1 else None
-
-
-def _shown(processes: Sequence[int]) -> str:
-    shown = ", ".join(map(str, processes[:8]))
-    return f"{shown} and {len(processes) - 8} more" if len(processes) > 8 else shown or "none"

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, final
 
 from ckptkit.errors import SigningKeyError, UntrustedStepError
+from ckptkit.util.words import first_of
 
 _T = TypeVar("_T")
 _SHOWN_MAX = 8  # files in one message
@@ -110,12 +111,7 @@ def claimed(where: str, signature: bytes) -> dict[str, str]:
 def _differences(signed: Mapping[str, str], found: Mapping[str, str]) -> str:
     changed = sorted(name for name in signed.keys() & found.keys() if signed[name] != found[name])
     named = {"changed": changed, "added": sorted(found.keys() - signed), "missing": sorted(signed.keys() - found)}
-    return "; ".join(f"{word}: {_shown(names)}" for word, names in named.items() if names)
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN_MAX
-    return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+    return "; ".join(f"{word}: {first_of(names, _SHOWN_MAX)}" for word, names in named.items() if names)
 
 
 @final

@@ -21,6 +21,7 @@ from ckptkit.formats.tensors import Checkpoint, FileSpan, FormatFacts, Tensor
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import LeafInfo
 from ckptkit.inspection.words import name_of
+from ckptkit.util.words import first_of
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -136,8 +137,7 @@ def _require_whole_sets(place: Place, names: Sequence[str]) -> None:
 
 def _left_out(what: str, names: Sequence[str]) -> tuple[str, ...]:
     """Descriptions of the parts of a file that are neither read nor converted."""
-    more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
-    return (f"not read: {what}: {', '.join(names[:_NAMED])}{more}",) if names else ()
+    return (f"not read: {what}: {first_of(names, _NAMED)}",) if names else ()
 
 
 def _tensors(ranges: Ranges) -> tuple[list[Tensor], list[str]]:

@@ -171,10 +171,8 @@ def _made(strides: Sequence[Stride], usual_s: float | None) -> Iterable[Event]:
 
 def _without_computing(events: list[Event]) -> list[Event]:
     """The events of one process. A save that found its step unfinished waited for it: that time is the step's."""
-    staged = sorted(
-        ((e.at_s, e.fields["computing_s"], e.step) for e in events if e.kind == Kind.STAGED and _computing_s(e) > 0),
-        key=lambda each: each[0],
-    )
+    waited = [event for event in events if event.kind == Kind.STAGED and event.fields.get("computing_s", 0.0) > 0]
+    staged = sorted(((e.at_s, e.fields["computing_s"], e.step) for e in waited), key=lambda each: each[0])
     if not staged:
         return events
     told: list[Event] = []
@@ -189,10 +187,6 @@ def _without_computing(events: list[Event]) -> list[Event]:
                 told.append(Event.span("step_tail", start_s=begin_s, end_s=cut_s, process=event.process, step=step))
         told.append(event)
     return told
-
-
-def _computing_s(staged: Event) -> float:
-    return float(staged.fields.get("computing_s", 0.0))
 
 
 def steps_from_of(attempts: Iterable[Attempt]) -> StepsFrom:

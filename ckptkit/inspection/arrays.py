@@ -24,6 +24,7 @@ from ckptkit.inspection.records import LeafInfo
 from ckptkit.inspection.words import dtype_name, sharding_words
 from ckptkit.model.manifest_checks import BYTES_MAX
 from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, TREE_METADATA, array_prefix
+from ckptkit.util.words import first_of
 
 _ZARR_NAMES = {2: ".zarray", 3: "zarr.json"}
 _KINDS = {"jax.Array": "jax", "np.ndarray": "numpy"}
@@ -151,10 +152,9 @@ def _documents(place: Place, kvstore: Any, keys: Sequence[str], ocdbt: bool, tim
     found = [known.get(key) for key in keys]
     missing = [key.rpartition("/")[0] for key, data in zip(keys, found, strict=True) if data is None]
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        names = ", ".join(each or "(the tree itself)" for each in missing[:5])
+        names = first_of([each or "(the tree itself)" for each in missing], 5)
         raise CorruptCheckpointError(
-            f"{place.url}: no array of leaf {names}{more} is there, though {TREE_METADATA} names it; "
+            f"{place.url}: no array of leaf {names} is there, though {TREE_METADATA} names it; "
             "the item is damaged or not whole",
             path=place.url,
         )

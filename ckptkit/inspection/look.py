@@ -26,7 +26,7 @@ from ckptkit.inspection.directories import (
 )
 from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
 from ckptkit.inspection.provenance import provenance_of
-from ckptkit.inspection.records import Inspection, Item, LeafInfo, SaveOrigin
+from ckptkit.inspection.records import Inspection, Item, SaveOrigin
 from ckptkit.inspection.roots import newest_committed, read_ancestry, read_root
 from ckptkit.inspection.shares import (
     Share,
@@ -212,7 +212,8 @@ def _item(place: Place, sidecar: Manifest | None, aside: list[str], problems: li
     kind, stored = item_kind(place), place.stored_bytes()
     if kind == "arrays":
         if sidecar is not None and sidecar.arrays:
-            leaves = _sidecar_leaves(sidecar)
+            # Every process's sidecar names all leaves, each with that process's boxes.
+            leaves = tuple(leaf_of_record(leaf, held=False) for some in sidecar.arrays.values() for leaf in some)
             return Item(name=place.name, kind="arrays", layout="ocdbt, zarr2", stored_bytes=stored, leaves=leaves)
         arrays = read_arrays(place, timeout_s=timeout_s)
         aside += arrays.notes
@@ -230,11 +231,6 @@ def _item(place: Place, sidecar: Manifest | None, aside: list[str], problems: li
         problems.append(str(error))
     words = ", ".join(place.names()[:5]) or "empty"
     return Item(name=place.name, kind=kind or "other", layout=words, stored_bytes=stored)
-
-
-def _sidecar_leaves(sidecar: Manifest) -> tuple[LeafInfo, ...]:
-    """Every process's sidecar names all leaves, each with that process's boxes."""
-    return tuple(leaf_of_record(leaf, held=False) for leaves in sidecar.arrays.values() for leaf in leaves)
 
 
 def _stock_processes(items: Sequence[Place]) -> int | None:

@@ -149,7 +149,7 @@ class Place:
         """The bytes of every object below it, by the path from here. Cost: one listing per directory; links are not
         followed."""
         if self.store.properties.file_system:
-            return _local_sizes(self.url)
+            return {os.path.relpath(path, self.url): found.st_size for path, found in local_files(self.url)}
         own = {name: self.store.stat(self._key(name)) for name in self.names() if not name.endswith("/")}
         # The sizes come from the listing just made, which the client keeps: no request per object.
         found = {name: stat.size_bytes for name, stat in own.items() if stat is not None}
@@ -162,7 +162,9 @@ class Place:
 
         Empty in a bucket: every object has bytes of its own.
         """
-        return _linked_sizes(self.url) if self.store.properties.file_system else {}
+        if not self.store.properties.file_system:
+            return {}
+        return {f"{at.st_dev}:{at.st_ino}": at.st_size for _, at in local_files(self.url) if at.st_nlink > 1}
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
@@ -216,14 +218,6 @@ def no_directory(url: str, why: str) -> StepNotFoundError:
     """The error for a path that must be a directory. For a file, the error reports that instead of `why`."""
     is_file = properties_of(url).file_system and local_kind(url) == stat.S_IFREG
     return nothing_at(url, "it is a file, and a directory with steps is expected" if is_file else why)
-
-
-def _local_sizes(path: str) -> dict[str, int]:
-    return {os.path.relpath(whole, path): found.st_size for whole, found in local_files(path)}
-
-
-def _linked_sizes(path: str) -> dict[str, int]:
-    return {f"{at.st_dev}:{at.st_ino}": at.st_size for _, at in local_files(path) if at.st_nlink > 1}
 
 
 def local_files(path: str) -> Iterator[tuple[str, os.stat_result]]:

@@ -26,6 +26,7 @@ from ckptkit.inspection.records import StepState
 from ckptkit.inspection.shares import items_missing, marked_above, read_sidecars, sidecar_processes, sidecars_lost
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
+from ckptkit.util.words import first_of
 
 _NAMES_MAX = 20  # of directories in one note
 _WHY = {
@@ -75,7 +76,7 @@ class RootSteps:
     @property
     def notes(self) -> list[str]:
         """The directories that are left out and why, one sentence for each reason."""
-        return [f"{_WHY[why]}: {_shown(names)}" for why, names in self.left_out.items()]
+        return [f"{_WHY[why]}: {first_of(names, _NAMES_MAX)}" for why, names in self.left_out.items()]
 
 
 def read_ancestry(place: Place) -> tuple[Ancestry, list[str]]:
@@ -270,8 +271,3 @@ def _damaged(place: Place, step: int, items: Mapping[str, ItemKind | None], why:
 
 def _item(place: Place, name: str) -> Place:
     return place.below(name) if name else place
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_MAX
-    return ", ".join(names[:_NAMES_MAX]) + (f" and {more} more" if more > 0 else "")

@@ -22,7 +22,8 @@ def sharding_words(text: str) -> str:
         raise ValueError(f"{text[:100]!r} is no sharding")
     kind = record.get("sharding_type")
     if kind == "NamedSharding":
-        axes = ",".join(f"{_text(name)}={int(size)}" for name, size in _pairs(record["axis_names"], record["shape"]))
+        sizes = zip(record["axis_names"], record["shape"], strict=True)
+        axes = ",".join(f"{_text(name)}={int(size)}" for name, size in sizes)
         return f"P({', '.join(map(_part, record['partition_spec']))}) on {axes}"
     if kind == "SingleDeviceSharding":
         return f"one device ({record.get('device_str')})"
@@ -63,10 +64,6 @@ def _name_of(text: str) -> str:
     if dtype.kind not in "biufc" and not registered:
         raise ValueError(f"dtype {text!r} is none that Orbax writes")
     return dtype.name
-
-
-def _pairs(names: list[Any], sizes: list[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(names, sizes, strict=True))
 
 
 def _part(part: Any) -> str:

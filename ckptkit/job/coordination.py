@@ -180,35 +180,17 @@ class JaxCoordinator:
         self.timeout_s = timeout_s
         self._meetings = Meetings(f"ckptkit/{next(_instances)}", self.process, self.count)
 
-    def agree(
-        self,
-        channel: str,
-        value: Any,
-        decide: Decide,
-        *,
-        timeout_s: float | None = None,
-        about: str = "",
-        is_veto: Callable[[Any], bool] | None = None,
-        order: Order | None = None,
-    ) -> Any:
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, **words: Any) -> Any:
         """See `Coordinator.agree`."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        return self._run(
-            self._meetings.agree(channel, value, decide, timeout_s=timeout_s, about=about, is_veto=is_veto, order=order)
-        )
+        return self._run(self._meetings.agree(channel, value, decide, timeout_s=timeout_s, **words))
 
     def ask_process_0(
-        self,
-        channel: str,
-        decide: Callable[[], Any],
-        *,
-        timeout_s: float | None = None,
-        about: str = "",
-        order: Order | None = None,
+        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, **words: Any
     ) -> Any:
         """See `Coordinator.ask_process_0`."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        return self._run(self._meetings.ask(channel, decide, timeout_s=timeout_s, about=about, order=order))
+        return self._run(self._meetings.ask(channel, decide, timeout_s=timeout_s, **words))
 
     def recall(self, channel: str, about: str) -> tuple[bool, Any]:
         """See `Coordinator.recall`."""

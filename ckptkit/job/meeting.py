@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import CheckpointError, CoordinationError, heard_from
+from ckptkit.util.words import first_of
 
 Decide = Callable[[list[Any]], Any]
 Order = Callable[[str], float]  # numbers the operations; larger is later
@@ -366,6 +367,7 @@ def _place_of(meeting: str, process: int) -> str:
 
 
 def _missing(channel: str, missing: Sequence[int], timeout_s: float | None) -> CoordinationError:
-    who = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
     within = f" within {timeout_s:g} s" if timeout_s is not None else " in time"
-    return CoordinationError(f"{channel}: process {who} did not join{within}; find out why it stopped")
+    return CoordinationError(
+        f"{channel}: process {first_of(missing, 20)} did not join{within}; find out why it stopped"
+    )

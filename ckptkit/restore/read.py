@@ -60,10 +60,6 @@ def _fresh(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
     return empty_block(box.shape, dtype)
 
 
-def _uncounted(nbytes: int) -> None:
-    del nbytes
-
-
 def execute(
     plan: RestorePlan,
     readers: Sequence[BoxReader],
@@ -72,7 +68,7 @@ def execute(
     make_block: MakeBlock = _fresh,
     *,
     announced: frozenset[int] = frozenset(),
-    counted: Callable[[int], None] = _uncounted,
+    counted: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, int]:
     """Reads and proves every box of the plan into fresh host memory; returns the bytes read by tier.
 

@@ -206,10 +206,6 @@ def _with_texts(arg: Any, texts: Mapping[tuple[str, ...], TextLeaf], item: str, 
     return replace(arg, item=tree)
 
 
-def _has_text(tree: Any) -> bool:
-    return any(map(is_text_leaf, jax.tree.leaves(tree, is_leaf=is_text_leaf)))
-
-
 def _gives_back_tree(arg: Any) -> bool:
     """Whether we give a tree back as `arg` asks; transformations, padding and layouts are Orbax's."""
     if arg is None:
@@ -378,7 +374,7 @@ def _pytree_answer(
     flat, treedef = jax.tree_util.tree_flatten_with_path(shape)
     wishes: list[Any] = [None] * len(flat)
     if arg.restore_args is not None:
-        by_path = arg.partial_restore or _has_text(shape)
+        by_path = arg.partial_restore or any(map(is_text_leaf, jax.tree.leaves(shape, is_leaf=is_text_leaf)))
         wishes = _wishes_by_path(arg, flat) if by_path else treedef.flatten_up_to(arg.restore_args)
     wanted: list[tuple[LeafPath, Any]] = []
     finishes: list[Finish | None] = []
@@ -429,7 +425,8 @@ def _wished(saved: Any, wish: Any) -> tuple[Any, Finish | None]:
     if kind is None and isinstance(wish, ocp.ArrayRestoreArgs):
         kind = jax.Array
     on_device = kind is jax.Array or (kind is None and isinstance(saved, jax.ShapeDtypeStruct))
-    shape, stored_dtype = np.shape(saved) if not hasattr(saved, "shape") else saved.shape, _dtype_of(saved)
+    stored = saved if hasattr(saved, "dtype") else np.asarray(saved)
+    shape, stored_dtype = stored.shape, stored.dtype
     if on_device:
         sharding = _sharding(wish) or getattr(saved, "sharding", None)
         sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -441,10 +438,6 @@ def _wished(saved: Any, wish: Any) -> tuple[Any, Finish | None]:
     if isinstance(kind, type) and issubclass(kind, bool | int | float | np.number):
         return target, lambda leaf: kind(np.asarray(leaf).astype(dtype or leaf.dtype).item())
     return target, None if dtype is None else lambda leaf: leaf.astype(dtype)
-
-
-def _dtype_of(saved: Any) -> Any:
-    return saved.dtype if hasattr(saved, "dtype") else np.asarray(saved).dtype
 
 
 def _sharding(wish: Any) -> Any:

@@ -176,7 +176,9 @@ class Voting:
             "more": work.ballot(),
             "held": None if held is None else [[save.epoch, save.step, save.number] for save in held],
         }
-        told = yield from self.agree(work.channel, work.save.name, ballot, decide, _is_veto, settles=True)
+        told = yield from self.agree(
+            work.channel, work.save.name, ballot, decide, lambda ballot: ballot["refusal"] is not None, settles=True
+        )
         if told["refusal"] is not None:
             policy, reason = told["refusal"]
             return Verdict(refusal=Refusal(policy=policy, reason=reason), more=told["more"])
@@ -298,7 +300,3 @@ def joined(refusals: Sequence[Sequence[str] | None]) -> list[str] | None:
     policies = [policy for _, policy, _ in said]
     reasons = [f"process {process}: {reason}" for process, _, reason in said]
     return [max(policies, key=POLICIES.index), "; ".join(reasons[:_REASONS_MAX])]
-
-
-def _is_veto(ballot: dict[str, Any]) -> bool:
-    return ballot["refusal"] is not None

@@ -86,7 +86,7 @@ class Stager:
         same state that are only digested (`ckptkit.snapshot.replicas`), at the same moment as the others.
         """
         with jax.transfer_guard("allow"):  # a guard is for the caller's transfers
-            copy = partial(copy_shards, memory=memory, copied=copied or _untold)
+            copy = partial(copy_shards, memory=memory, copied=copied or (lambda start, stop, digest: None))
             held = [*held_arrays(description, trees), *compared]
             digests = copy([shard for each in held if not each.devices for shard in each.shards()])
             device = [each for each in held if each.devices]
@@ -255,10 +255,6 @@ def _shards(several: Sequence[Held]) -> list[Shard]:
 
 def _nbytes(held: Held) -> int:
     return sum(extent.stop - extent.offset for extent in held.extents)
-
-
-def _untold(start: int, stop: int, digest: str) -> None:
-    """Nobody follows the copy."""
 
 
 def _once(

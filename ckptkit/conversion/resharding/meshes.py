@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, final
@@ -134,15 +134,10 @@ def sharding_of_json(text: str) -> tuple[Spec, Mesh] | None:
         record = json.loads(text)
         if record["sharding_type"] != "NamedSharding":
             return None
-        mesh = Mesh(tuple(_axes(record)))
-        return tuple(_part(part) for part in record["partition_spec"]), mesh
+        axes = zip(map(str, record["axis_names"]), map(int, record["shape"]), strict=True)
+        return tuple(_part(part) for part in record["partition_spec"]), Mesh(tuple(axes))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{text[:100]!r} is no sharding: {error}") from error
-
-
-def _axes(record: Any) -> Iterator[tuple[str, int]]:
-    for name, size in zip(record["axis_names"], record["shape"], strict=True):
-        yield str(name), int(size)
 
 
 def _part(part: Any) -> tuple[str, ...]:

@@ -48,7 +48,10 @@ def awaited(
     limit_s = profile.limit_s(nbytes)
     deadline = Deadline(limit_s)
     try:
-        return [translated(lambda each=each: each.result(timeout=_left_s(deadline)), where, needs) for each in futures]
+        return [
+            translated(lambda each=each: each.result(timeout=max(_LEAST_WAIT_S, deadline.left_s)), where, needs)
+            for each in futures
+        ]
     except TimeoutError as error:
         raise TransientStoreError(
             f"{where}: no end within {limit_s:g} s; look at the network and at the service, or raise "
@@ -76,7 +79,3 @@ def translated(operation: Callable[[], _T], where: str, needs: Needed = "get") -
 def words_of(error: BaseException) -> str:
     """TensorStore's message of an error, without the spec that it appends."""
     return str(error).partition(" [tensorstore_spec=")[0].strip()
-
-
-def _left_s(deadline: Deadline) -> float:
-    return max(_LEAST_WAIT_S, deadline.left_s)

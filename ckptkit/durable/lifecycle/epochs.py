@@ -69,10 +69,6 @@ class Ancestry:
 _FIELDS = {"epoch", "ancestry", "stock", "run"}
 
 
-def _sealed(record: dict[str, Any]) -> bytes:
-    return json.dumps({**record, "digest": _digest(record)}).encode()
-
-
 def _digest(record: dict[str, Any]) -> str:
     return digest_of(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
 
@@ -238,7 +234,8 @@ class EpochRecords:
         The record is the claim; its copy follows, and is written again by the next call where it did not land.
         """
         # Named, so that a repeated put can tell its own record from the same words of another run.
-        self._claim(ancestry.epoch, _sealed({**ancestry.to_json(), "run": self._run}))
+        record = {**ancestry.to_json(), "run": self._run}
+        self._claim(ancestry.epoch, json.dumps({**record, "digest": _digest(record)}).encode())
 
     def advance(self, before: Ancestry, after: Ancestry | None) -> None:
         """Writes `after` over `before`, which a plan was made for: a run that is under way is fenced off by it. None

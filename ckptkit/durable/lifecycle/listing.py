@@ -31,7 +31,7 @@ def latest_step(root: str) -> int | None:
     names = _candidates(store)
     if has_several_formats(names):  # all are looked into: which have a step in them decides
         names = [name for name in names if _look(store, name) is not None]
-    step_of = run_format(names, partial(_mark_of, store)).step_of
+    step_of = run_format(names, lambda name: _read(store, name, COMMIT_MARK)).step_of
     named = sorted(((step, name) for name in names if (step := step_of(name)) is not None), reverse=True)
     return next((step for step, name in named if _look(store, name) is not None), None)
 
@@ -87,10 +87,6 @@ def _look(store: Store, name: str) -> list[str] | None:
 
 def _has_commit(store: Store, name: str, names: list[str]) -> bool:
     return is_committed(name, names, store.properties, partial(_read, store, name))
-
-
-def _mark_of(store: Store, name: str) -> bytes | None:
-    return _read(store, name, COMMIT_MARK)
 
 
 def _read(store: Store, name: str, file: str) -> bytes | None:
