@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dtypes import checked_shape, plain_dtype
-from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, open_ranges
+from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, ranges_to_keep
 from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FileSpan, Tensor
 from ckptkit.inspection.places import readable
 from ckptkit.inspection.records import LeafInfo
@@ -30,17 +30,12 @@ _NUMBERS |= {0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
 
 def open_msgpack(path: str) -> Checkpoint:
     """A file of `flax.serialization`. Cost: its maps are read, its arrays are not."""
-    ranges = open_ranges(path)
-    try:
-        with readable(path):
-            tensors, others = [], []
-            for leaf in _leaves(_Tokens(ranges)):
-                (tensors if isinstance(leaf, Tensor) else others).append(leaf)
-                if len(tensors) + len(others) > LEAVES_MAX:
-                    raise ValueError(f"more than {LEAVES_MAX} leaves")
-    except BaseException:
-        ranges.close()
-        raise
+    with ranges_to_keep(path) as ranges, readable(path):
+        tensors, others = [], []
+        for leaf in _leaves(_Tokens(ranges)):
+            (tensors if isinstance(leaf, Tensor) else others).append(leaf)
+            if len(tensors) + len(others) > LEAVES_MAX:
+                raise ValueError(f"more than {LEAVES_MAX} leaves")
     return Checkpoint(
         path=path,
         format="msgpack",

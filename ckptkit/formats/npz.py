@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.formats.dtypes import checked_shape, noted
-from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, open_ranges
+from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, ranges_to_keep
 from ckptkit.formats.tensors import Checkpoint, FileSpan, Tensor
 from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
 from ckptkit.inspection.places import readable
@@ -34,12 +34,8 @@ def open_npz(path: str) -> Checkpoint:
     An array that is compressed is read in order: cheap from its first block to its last. One that is read so, and to
     its end, is compared with the archive's checksum.
     """
-    ranges = open_ranges(path)
-    try:
+    with ranges_to_keep(path) as ranges:
         tensors = [_tensor(ranges, entry) for name, entry in read_entries(ranges).items() if name.endswith(SUFFIX)]
-    except BaseException:
-        ranges.close()
-        raise
     compressed = sum(not tensor.spans for tensor in tensors if tensor.nbytes)
     return Checkpoint(
         path=path,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol, final
 
@@ -45,6 +47,17 @@ def open_ranges(path: str) -> Ranges:
     Raises `StepNotFoundError`, `StoreError`, and `CorruptCheckpointError` for a path that is not a regular file.
     """
     return _LocalRanges(root_url(path)) if properties_of(path).file_system else _RemoteRanges(path.rstrip("/"))
+
+
+@contextmanager
+def ranges_to_keep(path: str) -> Iterator[Ranges]:
+    """The ranges of `open_ranges`, closed if the block raises."""
+    ranges = open_ranges(path)
+    try:
+        yield ranges
+    except BaseException:
+        ranges.close()
+        raise
 
 
 @final

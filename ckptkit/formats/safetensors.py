@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS, SAFETENSORS_WORDS, checked_shape, noted
-from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges
+from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges, ranges_to_keep
 from ckptkit.formats.tensors import Checkpoint, FileSpan, FormatFacts, Tensor
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import LeafInfo
@@ -32,12 +32,8 @@ NOTES = "ckptkit"  # the key of `__metadata__` with the notes of `formats.dtypes
 
 def open_safetensors(path: str) -> Checkpoint:
     """One file. Cost: two reads. Raises `CorruptCheckpointError` for a header that no writer writes."""
-    ranges = open_ranges(path)
-    try:
+    with ranges_to_keep(path) as ranges:
         tensors, metadata = _tensors(ranges)
-    except BaseException:
-        ranges.close()
-        raise
     return Checkpoint(
         path=path,
         format="safetensors",

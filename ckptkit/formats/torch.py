@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptkit.formats.dtypes import TORCH, checked_shape, noted
 from ckptkit.formats.pickles import Rebuilt, unpickled
-from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges
+from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, ranges_to_keep
 from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FileSpan, Tensor
 from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
 from ckptkit.inspection.places import readable
@@ -44,13 +44,8 @@ def open_torch(path: str) -> Checkpoint:
 
     Raises `CorruptCheckpointError` for a pickle that needs more than tensors and containers: nothing of it is executed.
     """
-    ranges = open_ranges(path)
-    try:
-        with readable(path):
-            tensors, others = _read(ranges)
-    except BaseException:
-        ranges.close()
-        raise
+    with ranges_to_keep(path) as ranges, readable(path):
+        tensors, others = _read(ranges)
     return Checkpoint(
         path=path,
         format="torch",

@@ -102,18 +102,10 @@ def _left_behind(event: Event) -> str:
     return f"{fields['path']} holds {_counted(fields['count'], 'save')} that a run before did not commit"
 
 
-def _degraded(event: Event) -> str:
-    return f"tier {event.tier} is degraded: {_reason(event)}"
-
-
 def _skipped(event: Event) -> str:
     if event.tier is None:
         return f"step {event.step} is not saved: {_reason(event)}"
     return f"step {event.step} was not saved to tier {event.tier}: {_reason(event)}"
-
-
-def _failed(event: Event) -> str:
-    return f"step {event.step} was not committed to tier {event.tier}: {_reason(event)}"
 
 
 def _rejected(event: Event) -> str:
@@ -150,9 +142,9 @@ _NEWS: Mapping[Kind, _Line] = {
     Kind.LEFT_BEHIND: _left_behind,
 }
 _PROBLEMS: Mapping[Kind, _Line] = {
-    Kind.DEGRADED: _degraded,
+    Kind.DEGRADED: lambda event: f"tier {event.tier} is degraded: {_reason(event)}",
     Kind.SKIPPED: _skipped,
-    Kind.FAILED: _failed,
+    Kind.FAILED: lambda event: f"step {event.step} was not committed to tier {event.tier}: {_reason(event)}",
     Kind.REJECTED: _rejected,
     Kind.REPLICAS_DIFFER: _differ,
     Kind.SCRUBBED: _scrubbed,

@@ -131,9 +131,6 @@ class RunMetrics:
             return [Sample(metric, key, each.sum_s, tuple(each.counts)) for key, each in series.items()]
         return [Sample(metric, key, value) for key, value in self._values.get(metric.name, {}).items()]
 
-    def _started(self, event: Event, _: str) -> None:
-        self._set("ckptkit_attempt", event.fields.get("attempt", 0))
-
     def _opened(self, event: Event, _: str) -> None:
         self._places |= event.fields.get("places", {})
         # Prometheus takes the first value of a series for no increase: the first failure would be none.
@@ -143,39 +140,15 @@ class RunMetrics:
         for span in _SPANS_FROM_ZERO:
             self._values["ckptkit_span_seconds_total"].setdefault((span,), 0.0)
 
-    def _called(self, event: Event, _: str) -> None:
-        self._step(event.step, event.at_s)
-
     def _staged(self, event: Event, _: str) -> None:
         self._count("ckptkit_saves_staged_total")
         self._observe("ckptkit_save_stall_seconds", event.fields["stall_s"])
-
-    def _skipped(self, event: Event, tier: str) -> None:
-        self._count("ckptkit_saves_skipped_total", 1, tier, str(event.fields.get("policy", "order")))
-
-    def _failed(self, _: Event, tier: str) -> None:
-        self._count("ckptkit_saves_failed_total", 1, tier)
-
-    def _retried(self, _: Event, tier: str) -> None:
-        self._count("ckptkit_saves_retried_total", 1, tier)
 
     def _restored(self, event: Event, _: str) -> None:
         self._count("ckptkit_restores_total")
         self._observe("ckptkit_restore_seconds", event.fields["duration_s"])
         for source, size in event.fields["sources"].items():
             self._count("ckptkit_restored_bytes_total", size, source)
-
-    def _rejected(self, _: Event, tier: str) -> None:
-        self._count("ckptkit_restores_rejected_total", 1, tier)
-
-    def _replicas_differ(self, _: Event, __: str) -> None:
-        self._count("ckptkit_replica_differences_total")
-
-    def _degraded(self, _: Event, tier: str) -> None:
-        self._set("ckptkit_tier_degraded", 1, tier)
-
-    def _recovered(self, _: Event, tier: str) -> None:
-        self._set("ckptkit_tier_degraded", 0, tier)
 
     def _span(self, event: Event, _: str) -> None:
         name, duration_s = event.fields["span"], max(0.0, event.fields["duration_s"])
@@ -248,20 +221,22 @@ class RunMetrics:
 
 
 _COUNTED: Mapping[Kind, Callable[[RunMetrics, Event, str], None]] = {
-    Kind.STARTED: RunMetrics._started,
+    Kind.STARTED: lambda metrics, event, tier: metrics._set("ckptkit_attempt", event.fields.get("attempt", 0)),
     Kind.OPENED: RunMetrics._opened,
     Kind.SPAN: RunMetrics._span,
-    Kind.CALLED: RunMetrics._called,
+    Kind.CALLED: lambda metrics, event, tier: metrics._step(event.step, event.at_s),
     Kind.STAGED: RunMetrics._staged,
     Kind.COMMITTED: RunMetrics._committed,
-    Kind.SKIPPED: RunMetrics._skipped,
-    Kind.FAILED: RunMetrics._failed,
-    Kind.RETRIED: RunMetrics._retried,
+    Kind.SKIPPED: lambda metrics, event, tier: metrics._count(
+        "ckptkit_saves_skipped_total", 1, tier, str(event.fields.get("policy", "order"))
+    ),
+    Kind.FAILED: lambda metrics, event, tier: metrics._count("ckptkit_saves_failed_total", 1, tier),
+    Kind.RETRIED: lambda metrics, event, tier: metrics._count("ckptkit_saves_retried_total", 1, tier),
     Kind.RESTORED: RunMetrics._restored,
-    Kind.REJECTED: RunMetrics._rejected,
-    Kind.REPLICAS_DIFFER: RunMetrics._replicas_differ,
-    Kind.DEGRADED: RunMetrics._degraded,
-    Kind.RECOVERED: RunMetrics._recovered,
+    Kind.REJECTED: lambda metrics, event, tier: metrics._count("ckptkit_restores_rejected_total", 1, tier),
+    Kind.REPLICAS_DIFFER: lambda metrics, event, tier: metrics._count("ckptkit_replica_differences_total"),
+    Kind.DEGRADED: lambda metrics, event, tier: metrics._set("ckptkit_tier_degraded", 1, tier),
+    Kind.RECOVERED: lambda metrics, event, tier: metrics._set("ckptkit_tier_degraded", 0, tier),
 }
 # Values that change without an event, or cost more than a count: worked out for a scrape.
 _MEASURED: Mapping[str, Callable[[RunMetrics, float], None]] = {
