@@ -60,20 +60,15 @@ class LocalStore:
             except (FileExistsError, NotADirectoryError) as error:
                 raise StoreError(f"{path}: an object exists where a directory is needed", path=str(path)) from error
             temporary = path.parent / f".put-{uuid.uuid4().hex}"
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # for all whom the umask lets read
             try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    if self._durable:
-                        os.fsync(fd)
+                self._write_new(temporary, data)
                 if mode == "create":
                     self._put_new(path, temporary, data)
                     os.unlink(temporary)
                 else:
                     os.replace(temporary, path)
             except BaseException:
-                with suppress(FileNotFoundError):
+                with suppress(OSError):  # it may never have been there
                     os.unlink(temporary)
                 raise
             self._sync_directory(path.parent)
@@ -86,12 +81,15 @@ class LocalStore:
                 raise
             # A mounted bucket shows an object once its writer has closed it. On another disk without links (vfat) a
             # crash may leave a part.
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-                file.flush()
-                if self._durable:
-                    os.fsync(fd)
+            self._write_new(path, data)
+
+    def _write_new(self, path: Path, data: bytes) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # for all whom the umask lets read
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            if self._durable:
+                os.fsync(fd)
 
     def move(self, source: str, target: str) -> None:
         """Gives an object the name `target`, which has to be free: one operation decides, and needs `source`.

@@ -42,33 +42,17 @@ class RetryStore:
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """See `Store.put`."""
-        tries = 0
-
-        def attempt() -> None:
-            nonlocal tries
-            tries += 1
-            try:
-                self._inner.put(key, data, mode=mode)
-            except FileExistsError:
-                if tries == 1 or self._inner.get(key) != data:
-                    raise
-
-        self._retry(attempt)
+        self._retry_create(
+            lambda: self._inner.put(key, data, mode=mode),
+            lambda: self._inner.get(key) == data,
+        )
 
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
         """See `Store.copy`."""
-        tries = 0
-
-        def attempt() -> None:
-            nonlocal tries
-            tries += 1
-            try:
-                self._inner.copy(source, target, mode=mode, replaces=replaces)
-            except FileExistsError:
-                if tries == 1 or self._inner.get(target) != self._inner.get(source):
-                    raise
-
-        self._retry(attempt)
+        self._retry_create(
+            lambda: self._inner.copy(source, target, mode=mode, replaces=replaces),
+            lambda: self._inner.get(target) == self._inner.get(source),
+        )
 
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
@@ -101,6 +85,22 @@ class RetryStore:
     def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
         """See `Store.delete_unchanged`."""
         self._retry(lambda: self._inner.delete_unchanged(found))
+
+    def _retry_create(self, create: Callable[[], None], is_own: Callable[[], bool]) -> None:
+        """Repeats `create`. A later try succeeds if it finds the object of an earlier one (`is_own`), which reported an
+        error."""
+        tries = 0
+
+        def attempt() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                create()
+            except FileExistsError:
+                if tries == 1 or not is_own():
+                    raise
+
+        self._retry(attempt)
 
     def _retry(self, operation: Callable[[], T]) -> T:
         return retried(operation, deadline_s=self._deadline_s, first_delay_s=self._first_delay_s)
