@@ -254,7 +254,7 @@ def test_reserve_creates_free_slots_and_keeps_saves(host: Path) -> None:
 
 
 def test_mapped_slots_are_advised_as_read_once(host: Path) -> None:
-    """Else the kernel activates each page when the process ends: a loss is noticed 0.2 s later for each 1.5 GB."""
+    """Else the kernel activates each page when the process ends: with 4.5 GB a loss is noticed 0.2 s later."""
     arena = Arena.open(host, 0, slots=1, synced=False)
     write(arena, 1)
     reader = SlotReader(host / "0", read_manifests([host / "0"])[0][0][1])
