@@ -37,7 +37,8 @@ demo-guard: setup
 demo-certify: setup
 	$(BIN)/python -m tools.demo_certify
 
-WORKERS ?= 2
+# More than cores: many tests wait for processes, timeouts and fsync.
+WORKERS ?= 3
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 

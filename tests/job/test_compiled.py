@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,6 +25,16 @@ import ckptkit
 from ckptkit.util import unproven
 
 X = jnp.arange(8.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compile_cache() -> Iterator[None]:
+    """A program from JAX's own cache is not kept."""
+    for enabled in (False, True):
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+        if not enabled:
+            yield
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,7 @@ def skip_without(starter: str) -> None:
 
 def environment(devices: int, **more: str) -> dict[str, str]:
     """The environment of a job's processes."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1", **more}
 
 

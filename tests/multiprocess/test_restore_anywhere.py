@@ -25,7 +25,10 @@ def run(job: str, what: str, *paths: Path) -> list[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+    }
     command = [sys.executable, "-m", "tests.multiprocess.anywhere", what, address, str(count)]
     processes = [Forked([*command, str(process), *map(str, paths)], env=environment) for process in range(count)]
     outputs = []

@@ -16,7 +16,10 @@ def run_together(module: str, count: int, *words: str, devices: int = 2) -> list
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    flags = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+    }
     command = [sys.executable, "-m", module]
     env = {**os.environ, **flags}
     processes = [Forked([*command, str(process), port, *words], env=env, is_joined=True) for process in range(count)]

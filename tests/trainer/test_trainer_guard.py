@@ -182,7 +182,7 @@ def test_two_processes_return_together(root: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = [sys.executable, "-c", WORKER, str(Path(__file__).parent), str(root), str(port)]
-    env = {**os.environ, "XLA_FLAGS": ""}
+    env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=1"}
     workers = [Forked([*words, str(process)], cwd=ROOT, env=env) for process in range(2)]
     try:
         ended = [worker.communicate(timeout=170)[0] for worker in workers]
