@@ -63,7 +63,7 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
 
 
 # Long files begin first (Makefile: --no-loadscope-reorder), or one worker would run the last of them alone.
-LONG = {"multiprocess", "bench", "trainer", "docs", "tools", "testing", "strangers", "launch"}
+LONG = {"multiprocess", "bench", "trainer", "docs", "tools", "testing", "simulation", "roots", "strangers", "launch"}
 SLOWEST = 10
 _spent_s: dict[str, float] = defaultdict(float)
 

@@ -259,7 +259,7 @@ def test_mapped_slots_are_advised_as_read_once(host: Path) -> None:
     write(arena, 1)
     reader = SlotReader(host / "0", read_manifests([host / "0"])[0][0][1])
     maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-    flags = [re.findall(r"^VmFlags: (.*)$", one, re.MULTILINE)[0].split() for one in maps if "slot-0.bin" in one]
+    flags = [re.findall(r"^VmFlags: (.*)$", one, re.MULTILINE)[0].split() for one in maps if f"{host}/0/slot-0" in one]
     assert len(flags) == 2, "of the arena and the reader"
     assert all("sr" in each for each in flags)
     assert reader.size_bytes > 0
