@@ -76,8 +76,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
     return condition()
 
 
-def test_successful_job_exits_0_with_placeholders_filled_in() -> None:
-    """Breaks when a placeholder is not replaced, other braces are, or the devices do not reach XLA."""
+def test_successful_job_exits_0_with_placeholders_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks when a placeholder is not replaced, other braces are, or the devices do not reach XLA beside its flags."""
+    level = "--xla_backend_optimization_level=1"
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=4 {level}")
     spy = Spy()
     code = "import os, sys; print(*sys.argv[1:], os.environ['XLA_FLAGS'], os.environ['JAX_PLATFORMS'])"
     command = child(code, "{process}/{processes}", "{coordinator}", "{attempt}", '{"a": {}}')
@@ -87,7 +89,7 @@ def test_successful_job_exits_0_with_placeholders_filled_in() -> None:
     assert words[0][1] == words[1][1]
     assert words[0][1].startswith("127.0.0.1:")
     assert words[0][2] == "0"
-    assert words[0][3] == '{"a": {}} --xla_force_host_platform_device_count=3 cpu'
+    assert words[0][3] == f'{{"a": {{}}}} {level} --xla_force_host_platform_device_count=3 cpu'
     assert spy.kinds == [Kind.STARTED, Kind.FINISHED]
     assert spy.said == []
 
