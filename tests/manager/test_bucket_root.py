@@ -28,7 +28,7 @@ def test_no_directory_is_made_in_a_bucket(server: BucketServer, monkeypatch: pyt
 
 
 def test_emulator_is_used_without_a_question_to_google(server: BucketServer) -> None:
-    """Without a network the question takes a minute in every process, and ends in logged errors."""
+    """Without a network the question can take a minute in every process, and ends in a warning."""
     code = (
         "import ckptkit\n"
         "assert ckptkit.latest_step('gs://runs/run') is None\n"
