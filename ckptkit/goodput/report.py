@@ -305,10 +305,9 @@ def _saves(attempts: Sequence[Attempt]) -> Saves:
     stall_ms: dict[tuple[int, int | None], float] = defaultdict(float)
     commit_s: dict[str, list[float]] = defaultdict(list)
     committed: set[tuple[int, int | None]] = set()
+    for number, step, stall_s in stalls_of(attempts):
+        stall_ms[number, step] = max(stall_ms[number, step], 1e3 * stall_s)
     for attempt in attempts:
-        for step, stall_s in stalls_of(attempt):
-            save = (attempt.number, step)
-            stall_ms[save] = max(stall_ms[save], 1e3 * stall_s)
         for event in attempt.events:
             if event.kind == Kind.COMMITTED and event.tier is not None:
                 committed.add((attempt.number, event.step))
@@ -321,13 +320,18 @@ def _saves(attempts: Sequence[Attempt]) -> Saves:
     )
 
 
-def stalls_of(attempt: Attempt) -> Iterable[tuple[int | None, float]]:
-    """How long each save held the step loop of each process, with its step; from the spans if no event has it."""
-    staged = [event for event in attempt.events if event.kind == Kind.STAGED]
+def stalls_of(attempts: Sequence[Attempt]) -> list[tuple[int, int | None, float]]:
+    """Attempt, step and seconds: how long each save held the step loop of each process.
+
+    From the spans if no event of the run has it: an attempt that was lost before its first save has spans of calls that
+    saved nothing.
+    """
+    staged = [(each.number, event) for each in attempts for event in each.events if event.kind == Kind.STAGED]
     if staged:
-        return [(event.step, event.fields["stall_s"]) for event in staged]
-    saves = (span for span in attempt.spans if part_of(span.fields["span"]) is Part.CHECKPOINT_SAVE)
-    return [(span.step, span.fields["duration_s"]) for span in saves if span.step is not None]
+        return [(number, event.step, event.fields["stall_s"]) for number, event in staged]
+    spans = [(each.number, span) for each in attempts for span in each.spans if span.step is not None]
+    saves = [(number, span) for number, span in spans if part_of(span.fields["span"]) is Part.CHECKPOINT_SAVE]
+    return [(number, span.step, span.fields["duration_s"]) for number, span in saves]
 
 
 def _percentile(values: Iterable[float], share: float) -> float | None:

@@ -92,7 +92,7 @@ def timeline_of(logs: Sequence[Sequence[Event]]) -> Timeline:
             for loss in report.disruptions
         ),
         restores=tuple(_restores(events, origin_s)),
-        stalls_ms=tuple(sorted(1e3 * stall_s for attempt in attempts for _, stall_s in stalls_of(attempt))),
+        stalls_ms=tuple(sorted(1e3 * stall_s for *_, stall_s in stalls_of(attempts))),
     )
 
 

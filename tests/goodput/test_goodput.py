@@ -175,6 +175,17 @@ def test_saves_and_restores_are_aggregated_over_processes() -> None:
     assert restore.waited_s == 1.0
 
 
+def test_calls_that_saved_nothing_are_no_saves() -> None:
+    """An attempt that is lost before its first save would count one for each step: the stall of a run of stock Orbax
+    was 0.5 ms, and is 2 s."""
+    calls = [span("checkpoint_save", 1.0 + k, 1.0005 + k, step=k) for k in range(20)]
+    lost = [at(Kind.STARTED, 0.0, attempt=0), *calls]
+    saving = [at(Kind.STARTED, 30.0, attempt=1), at(Kind.STAGED, 33.0, step=3, stall_s=2.0)]
+    saves = goodput_report([lost, saving]).saves
+    assert (saves.saves, saves.stall_ms_p50) == (1, pytest.approx(2000.0))
+    assert timeline_of([lost, saving]).stalls_ms == (pytest.approx(2000.0),)
+
+
 def test_stall_percentiles_match_numpy() -> None:
     """Breaks when p99 of a few saves is not interpolated (it would be the maximum, or the one below)."""
     log = [at(Kind.STARTED, 0.0, attempt=0)]
