@@ -56,8 +56,9 @@ class Watch:
         """The attempt was lost at this time of the monotonic clock. `failed`: a process ended itself with an error; if
         that was after the same step as the last time, the attempt `fails_again`, and a restart at once would too."""
         self._lost_at_s = at_s
-        self.fails_again = failed and self.has_stepped and self._reached == self._failed_at
-        self._failed_at = self._reached if failed else None
+        failed_at = self._reached if failed and self.has_stepped else None
+        self.fails_again = failed_at is not None and failed_at == self._failed_at
+        self._failed_at = failed_at
 
     @property
     def reached(self) -> int | None:
