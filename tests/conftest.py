@@ -50,11 +50,17 @@ PACKAGES_ARE_THERE = "CKPTKIT_PACKAGES_ARE_THERE"
 _MISSING = {TOOLS_ARE_THERE: ("make setup-",), PACKAGES_ARE_THERE: ("could not import", "pip install")}
 
 
+def _last_lines(text: str, lines: int = 40, columns: int = 300) -> str:
+    """Orbax logs a page for each save that fails, and the report of a failure would be hard to find among them."""
+    return "\n".join(line[:columns] for line in text.splitlines()[-lines:])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
     """A test that skips for want of a tool or a package fails where they were installed: nobody reads that it was
-    skipped."""
+    skipped. What a test logged is shown by its last lines."""
     report = yield
+    report.sections = [(name, _last_lines(text)) for name, text in report.sections]
     if report.skipped:
         for name, reasons in _MISSING.items():
             if os.environ.get(name) and any(reason in str(report.longrepr) for reason in reasons):

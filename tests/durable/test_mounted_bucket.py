@@ -204,6 +204,7 @@ def test_crash_after_any_change_leaves_the_whole_step_or_none(mounted_bucket: Mo
             write_step(root, 3, 1)
         whole = latest_step(str(root)) == 3
         assert latest_step(str(root)) in (2, 3), f"after {changes_max} changes"
+        assert whole == (root / "3" / paths.COMMIT_MARK).exists(), f"after {changes_max} changes"
         assert whole or not attempt.reported, f"after {changes_max} changes a step is lost that was reported"
         if whole:
             assert read_step(root, 3) == 3.0
@@ -217,9 +218,8 @@ def test_crash_after_any_change_leaves_the_whole_step_or_none(mounted_bucket: Mo
         if not attempt.died:
             break
     assert (read_step(root, 2), read_step(root, 3)) == (2.0, 3.0)
-    assert outcomes == sorted(outcomes), "once the mark is there, the step stays"
     assert outcomes.count(False) > 10
-    assert outcomes.count(True) > 1
+    assert outcomes.count(True) > 1, "a death after the mark, too"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's threads in a failed save
@@ -239,6 +239,7 @@ def test_crash_of_one_tree_after_any_change_leaves_the_whole_tree_or_none(mounte
         except (CheckpointError, FileNotFoundError):
             whole = False
         assert whole or not attempt.reported, f"after {changes_max} changes a tree is lost that was reported"
+        assert whole or not (path / paths.COMMIT_MARK).exists(), f"after {changes_max} changes the mark tells a lie"
         if not whole:
             ckptkit.save(path, tree, force=True)
             assert ckptkit.load(path)["w"][-1] == 2999.0
@@ -248,5 +249,4 @@ def test_crash_of_one_tree_after_any_change_leaves_the_whole_tree_or_none(mounte
     assert (path / paths.COMMIT_MARK).exists()
     stock = ocp.StandardCheckpointer().restore(path)
     assert stock["w"][-1] == 2999.0
-    assert outcomes == sorted(outcomes), "once the mark is there, the tree stays"
     assert outcomes.count(False) > 10
