@@ -82,7 +82,7 @@ def run(
 
 class _Run:
     def __init__(self, workers: Workers, places: Places, faults: Sequence[Fault]):
-        self._workers, self._outcome = workers, Outcome()
+        self._workers, self._places, self._outcome = workers, places, Outcome()
         self._in_a_row = 0
         self._gave_up = False
         self._log = EventLog(places.events / "launcher.jsonl", process=-1)
@@ -132,6 +132,8 @@ class _Run:
             self._outcome.happened.append(f"life {attempt}: process {process} died by itself")
         if self._in_a_row >= _GIVE_UP:
             self._give_up()
+        if any(injected.fault.wipes for injected in struck):
+            self._places.drop_page_cache()
         for injected in struck:
             place = next((did for did in injected.did if did.startswith(FLIPPED)), None)
             self._outcome.flips += place is not None

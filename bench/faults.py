@@ -1,7 +1,7 @@
 """`python -m bench faults`: one training, the same faults, with ckptkit and with stock Orbax.
 
-Processes are killed at moments that are the same for every contender; ramdisks are wiped, bits of the newest checkpoint
-flipped. All is measured: the trainer really runs, dies, and comes back.
+Processes are killed at moments that are the same for every contender; ramdisks are wiped and the page cache with them,
+bits of the newest checkpoint flipped. All is measured: the trainer really runs, dies, and comes back.
 """
 
 from __future__ import annotations

@@ -147,6 +147,27 @@ def test_bit_flip_hits_array_data_of_the_newest_remaining_step(places: Places) -
     assert places.flip(random.Random(4)) is None
 
 
+def test_host_that_loses_its_ramdisk_reads_checkpoints_from_the_disk(tmp_path: Path) -> None:
+    """A contender would read from the memory of a host that is gone."""
+    places = Places(disk=tmp_path / "disk", ram=tmp_path / "ram")
+    path = places.durable / "1" / "data"
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.write(bytes(1 << 20))
+        os.fsync(file.fileno())
+
+    def is_cached() -> bool:
+        with path.open("rb") as file:
+            try:
+                return os.preadv(file.fileno(), [bytearray(4096)], 1 << 19, os.RWF_NOWAIT) > 0
+            except BlockingIOError:
+                return False
+
+    assert is_cached()
+    places.drop_page_cache().join()
+    assert not is_cached()
+
+
 def test_fault_of_a_schedule_damages_the_run_itself(places: Places) -> None:
     """Contenders would be killed, and never lose what their tiers are for."""
     code = "import sys, time; time.sleep(60 if sys.argv[1] == '0' else 0)"
