@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system setup-cluster demo demo-guard demo-certify test test-mpi test-slurm docs lint format clean
+.PHONY: setup setup-system setup-cluster demo demo-guard demo-certify test test-long test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
 .PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
@@ -38,9 +38,13 @@ demo-certify: setup
 	$(BIN)/python -m tools.demo_certify
 
 # More than cores: many tests wait for processes, timeouts and fsync.
-WORKERS ?= 3
+WORKERS ?= 4
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# What takes minutes and is not about one module: whole benchmarks, real schedulers, the tutorial, a browser. CI runs it too.
+test-long: setup
+	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Long campaigns; a short version of each is in `make test`.
 kill-phases: setup
@@ -107,7 +111,7 @@ kill-campaign: setup
 
 # The multi-process tests as clusters start them.
 test-mpi: setup
-	$(BIN)/python -m pytest tests/multiprocess -k mpirun
+	$(BIN)/python -m pytest -m "not slow" tests/multiprocess -k mpirun
 
 test-slurm: setup
 	$(BIN)/python -m pytest -m "slow or not slow" tests/multiprocess tests/goodput/test_account_under_slurm.py \

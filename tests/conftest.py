@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -105,6 +106,14 @@ def one_compile_cache() -> Iterator[None]:
     if jax.config.jax_compilation_cache_dir != os.environ[COMPILED]:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", os.environ[COMPILED])
         compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def orbax_may_fail() -> Iterator[None]:
+    """An operation of stock Orbax that fails leaves coroutines behind, which raise when they are collected: here, where
+    the test ignores it (`PytestUnraisableExceptionWarning`), and not in a later test."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.broadcast import judge
 from bench.replica_states import DTYPES
 
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.long
 def test_benchmark_measures_and_removes_its_files(tmp_path: Path) -> None:
     """A broadcast could read the bucket twice, or change a dtype, and nobody would see it."""
     out = tmp_path / "out" / "result.json"

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.long
 def test_benchmark_measures_and_removes_its_files(tmp_path: Path) -> None:
     """Rates and memory would be claimed, and not be known."""
     out = tmp_path / "result.json"

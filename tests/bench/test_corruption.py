@@ -17,6 +17,7 @@ from ckptkit.testing.damage import DAMAGE_KINDS, inflict
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.long
 def test_short_corruption_campaign_passes(tmp_path: Path) -> None:
     """A damaged file could be restored as a checkpoint, silently; or the campaign not notice."""
     out = tmp_path / "out" / "result.json"

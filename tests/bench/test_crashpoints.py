@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.crash_oracle import promised
 from bench.crashpoints import IN_WORKER, held
 from tests.strace import needs_strace
@@ -17,6 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 TIERS = ("ram", "ssd", "durable", "mount", "bucket")
 
 
+@pytest.mark.long
 @needs_strace
 def test_short_crashpoint_campaign_passes(tmp_path: Path) -> None:
     """A crash after some storage operation could lose a committed step."""

@@ -38,7 +38,9 @@ MEASURED = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(RUNS))
+@pytest.fixture(
+    scope="module", params=["restore", *(pytest.param(name, marks=pytest.mark.long) for name in ("commit", "stall"))]
+)
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The JSON of one tiny run, made the way a person makes it."""
     place = tmp_path_factory.mktemp(request.param)

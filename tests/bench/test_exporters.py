@@ -20,6 +20,7 @@ def test_ratio_is_that_of_the_rounds() -> None:
     assert ratio_of({"with": [6.6, 6.0, 6.3], "without": [6.0, 6.0, 6.0]}) == pytest.approx(1.05)
 
 
+@pytest.mark.long
 def test_benchmark_measures_and_removes_its_files(tmp_path: Path) -> None:
     """The cost of live metrics would be claimed, and not be known."""
     pytest.importorskip("prometheus_client", reason="pip install '.[telemetry-test]'")

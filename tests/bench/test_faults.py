@@ -264,6 +264,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((place / "result.json").read_text())
 
 
+@pytest.mark.long
 def test_campaign_finishes_with_correct_bits(result: dict[str, Any]) -> None:
     """Contenders could be driven by the benchmark into ends of their own."""
     assert [run["contender"] for run in result["runs"]] == ["ckptkit", "orbax"]
@@ -277,6 +278,7 @@ def test_campaign_finishes_with_correct_bits(result: dict[str, Any]) -> None:
         assert 0 < run["goodput"] <= 1.5
 
 
+@pytest.mark.long
 def test_campaign_records_schedule_intervals_and_machine(result: dict[str, Any]) -> None:
     """Figures without schedule, intervals and machine cannot be compared."""
     assert result["settings"]["every"].keys() == {"ckptkit", "orbax"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from bench.figures import GPU_FIGURES
@@ -13,6 +14,7 @@ from bench.render import readme_table
 from bench.rows import rows_of
 
 
+@pytest.mark.long
 def test_every_figure_has_its_samples(tmp_path: Path) -> None:
     """Where a GPU is lent for minutes, the benchmark would fail, or its JSON would lack what the table shows."""
     path = tmp_path / "gpu.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from bench.inspect import main, names_of, orbax_ratio
@@ -16,6 +17,7 @@ def test_generated_leaf_names_are_unique() -> None:
     assert len(set(names_of(1000))) == 1000
 
 
+@pytest.mark.long
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """The claims of the log could not be repeated."""
     path = tmp_path / "inspect.json"

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.proof import SETTINGS, judge
 
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.long
 def test_benchmark_measures_and_removes_its_files(tmp_path: Path) -> None:
     """The cost of digests would be claimed, and not be known."""
     out = tmp_path / "out" / "result.json"

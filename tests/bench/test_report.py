@@ -130,6 +130,7 @@ def test_benchmarks_beyond_the_time_budget_are_reported(tmp_path: Path) -> None:
     assert all(text.startswith("left out: 0.0 minutes are left, it takes ") for text in told.values())
 
 
+@pytest.mark.long
 def test_bench_all_stores_benchmark_results(tmp_path: Path) -> None:
     """A campaign of hours would leave nothing."""
     command = [sys.executable, "-m", "bench", "all", "--only", "gather", "--small", "--minutes", "5"]

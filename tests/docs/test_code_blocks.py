@@ -25,7 +25,10 @@ def test_documents_have_code_blocks() -> None:
     assert "README.md" in [page for page, _ in blocks()]
 
 
-@pytest.mark.parametrize(("page", "code"), blocks())
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [pytest.param(*block, marks=pytest.mark.long) if block[0] == "TESTING.md" else block for block in blocks()],
+)
 def test_code_block_runs(page: str, code: str, tmp_path: Path) -> None:
     """The first thing that a reader tries would fail."""
     code = code.replace("/dev/shm/", f"{tmp_path}/ram-").replace("/tmp/", f"{tmp_path}/")

@@ -45,6 +45,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Call
         yield home / "story", until
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("title", FACTS)
 def test_every_command_of_the_tutorial_runs(story: tuple[Path, Callable[[str], str]], title: str) -> None:
     """A newcomer's first twenty minutes would end at an error."""

@@ -223,6 +223,7 @@ def test_crash_after_any_change_leaves_the_whole_step_or_none(mounted_bucket: Mo
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's threads in a failed save
+@pytest.mark.usefixtures("orbax_may_fail")
 def test_crash_of_one_tree_after_any_change_leaves_the_whole_tree_or_none(mounted_bucket: MountedBucket) -> None:
     """`ckptkit.save` to a mount: a load would find a part of the tree, without the digests that tell so. The mount
     dies after every change; then the tree is read, and saved again."""

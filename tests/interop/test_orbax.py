@@ -195,6 +195,7 @@ def test_empty_step_directory_is_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:coroutine 'Store._get_array_metadatas' was never awaited")  # Orbax's
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("orbax_may_fail")
 @pytest.mark.parametrize("lost", ["state/manifest.ocdbt", "state"])
 def test_half_deleted_step_of_stock_orbax_is_skipped(tmp_path: Path, lost: str) -> None:
     """A deletion that was cut off would stop every restart."""

@@ -42,6 +42,7 @@ def assert_is_one_job(said: str, root: Path) -> None:
     assert logs == ["attempt-0-process-0.jsonl", "attempt-0-process-1.jsonl"]
 
 
+@pytest.mark.long
 def test_trainer_finds_its_peers_under_mpirun(tmp_path: Path, corpus: Path) -> None:
     """Breaks when two tasks train two models, each for itself, or each takes itself for process 0."""
     skip_without("mpirun")
@@ -51,6 +52,7 @@ def test_trainer_finds_its_peers_under_mpirun(tmp_path: Path, corpus: Path) -> N
     assert_is_one_job(said, tmp_path)
 
 
+@pytest.mark.long
 def test_job_preempted_by_slurm_saves_and_exits_75(tmp_path: Path, corpus: Path) -> None:
     """Breaks when tasks under srun do not find each other, or SIGTERM costs the steps since the last save."""
     skip_without("srun")
@@ -73,6 +75,7 @@ def test_job_preempted_by_slurm_saves_and_exits_75(tmp_path: Path, corpus: Path)
     assert_is_one_job("".join(seen), tmp_path)
 
 
+@pytest.mark.long
 def test_batch_script_restarts_a_lost_process_and_ends_well(tmp_path: Path, corpus: Path) -> None:
     """Breaks when the script that people copy does not run, or a lost process ends the job."""
     skip_without("srun")

@@ -110,6 +110,7 @@ def test_shares_of_a_lost_host_are_read_from_its_peer(preempted: Run) -> None:
     assert sources == {0: {"ram"}, 1: {"peer"}}
 
 
+@pytest.mark.long
 def test_preempted_job_of_two_processes_resumes_as_one(root: Path, preempted: Run, reference: Run) -> None:
     """Breaks when a preemption loses steps, or a job that comes back with fewer hosts trains something else."""
     run = preempted.copied(root / "as-one")

@@ -20,7 +20,7 @@ from tests.multiprocess.save_worker import PROCESSES, STRATEGIES, make_abstract,
 from tests.multiprocess.starters import STARTERS, run, skip_without
 
 
-@pytest.fixture(scope="module", params=["launcher", *STARTERS])
+@pytest.fixture(scope="module", params=["launcher", *(pytest.param(each, marks=pytest.mark.long) for each in STARTERS)])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     """A job's directory, how it ended, and the end of its output; the same under all starters."""
     root: Path = tmp_path_factory.mktemp(f"saves-{request.param}")

@@ -67,6 +67,7 @@ def test_library_imports_only_its_core_dependencies(installed: Path, tmp_path: P
     assert f"CORE ONLY: {installed}" in said
 
 
+@pytest.mark.long
 def test_readme_loop_ends_right_after_a_flipped_bit(installed: Path, tmp_path: Path) -> None:
     """The loop went back to the older step, counted on from the newer one, and ended with a wrong number."""
     (code,) = re.findall(r"## The drop-in\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

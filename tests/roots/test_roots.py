@@ -24,7 +24,10 @@ BUCKET_ROOTS = 12
 MOUNT_ROOTS = 6
 ENDS_THE_PROCESS = ("shape-grown",)  # stock Orbax takes all memory there: ours alone is asked
 # Stock Orbax leaves coroutines of a failed restore behind, which raise when their event loop is closed.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("orbax_may_fail"),
+]
 CELLS = [
     *chosen_cells(ROOTS, "disk", SEED),
     *chosen_cells(ROOTS, "bucket", SEED, BUCKET_ROOTS),
@@ -62,6 +65,7 @@ def test_choice_covers_every_root_and_every_action() -> None:
         assert {cell.action for cell in cells} == set(ACTIONS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_stock_orbax_restores_what_the_roots_call_good(tmp_path: Path, saved: SavedRuns, part: int) -> None:
     """The oracle would hold the commands to something that is not so."""

@@ -76,6 +76,7 @@ def assert_account_agrees_with_one_made_by_hand(root: Path, last: dict[str, Any]
     print(f"goodput {report.goodput.ml_goodput:.4f}, by hand {by_hand:.4f}, of {report.wall_s:.1f} s")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WITHOUT_MANAGER)
 def test_killed_stranger_without_a_manager_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """Trainers that save a tree at a path would resume from what a disk has changed, and not say so."""

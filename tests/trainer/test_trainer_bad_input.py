@@ -23,6 +23,7 @@ def run(tmp_path: Path, *flags: str) -> Result:
     return result
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_model_names_every_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run would begin again, or with weights that do not fit."""
     for name, size in {"tiny": SMALL, "25m": replace(SMALL, layers=2, d_model=64)}.items():

@@ -176,6 +176,7 @@ print("skipped:", end.position.skips)
 """
 
 
+@pytest.mark.long
 def test_two_processes_return_together(root: Path) -> None:
     """Processes would restore different saves, or wait for each other until the timeout."""
     with socket.socket() as probe:

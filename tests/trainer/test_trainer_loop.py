@@ -222,7 +222,9 @@ def test_plan_command_runs():
     assert "The smallest fsdp that does is 6" in " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize("name", ["muon", "lion", "adafactor", "sgd"])
+@pytest.mark.parametrize(
+    "name", ["sgd", *(pytest.param(name, marks=pytest.mark.long) for name in ("muon", "lion", "adafactor"))]
+)
 def test_every_optimizer_trains_and_resumes_with_the_same_bits(root: Path, text: str, tmp_path: Path, name: str):
     """A run with another optimizer would resume with other moments, or not at all."""
     config = run_config(root, text, f"{name}-straight", steps=4)

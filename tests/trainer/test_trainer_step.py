@@ -10,6 +10,8 @@ import pytest
 
 from tests.forked import run_forked
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:

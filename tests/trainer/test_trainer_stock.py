@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from ckptkit import Event, EventLog, Kind
 from tests.trainer.test_trainer_loop import proof_of, run_config
@@ -16,6 +17,8 @@ def over(manager: ManagerName, config: RunConfig) -> RunConfig:
     return replace(config, checkpoint=replace(config.checkpoint, manager=manager))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("orbax_may_fail")
 def test_stock_orbax_runs_resume_bit_exact_and_flips_are_seen(tmp_path: Path) -> None:
     """The peer would be held against a loop that is not the same; or wrong bits never show."""
     root, text = tmp_path, str(tmp_path / "poem.txt")
@@ -38,10 +41,10 @@ def test_stock_orbax_runs_resume_bit_exact_and_flips_are_seen(tmp_path: Path) ->
     assert all(event.tier == "durable" and event.fields["bytes"] > 10_000 for event in committed)
 
     path = max((root / "orbax" / "7").rglob("d/*"), key=lambda each: each.stat().st_size)
-    at = path.stat().st_size // 2
-    with path.open("r+b") as file:
-        was = os.pread(file.fileno(), 1, at)[0]
-        os.pwrite(file.fileno(), bytes([was ^ 16]), at)
+    data = bytearray(path.read_bytes())
+    for at in range(0, len(data), 97):  # a single bit may be in a part of the file that nobody reads
+        data[at] ^= 16
+    path.write_bytes(data)
     config = run_config(root, text, "flipped", steps=8, checkpoint=True)
     config = over("orbax", replace(config, checkpoint=replace(config.checkpoint, directory=str(root / "orbax"))))
     train(run_config(root, text, "eight", steps=8), EventLog())

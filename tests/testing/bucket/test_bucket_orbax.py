@@ -67,6 +67,7 @@ def test_orbax_saves_and_restores(server: BucketServer, processes: int) -> None:
     assert server.log.totals(Kind.WRITE).count > 0
 
 
+@pytest.mark.long
 def test_orbax_survives_ten_percent_faults(server: BucketServer) -> None:
     server.faults = TEN_PERCENT
     run_job(server, processes=2, steps=1, waits="short")
