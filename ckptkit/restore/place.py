@@ -25,7 +25,7 @@ from ckptkit.util.pages import ALIGNMENT_BYTES, advise_huge, empty_block
 from ckptkit.util.sharing import SMALL_BYTES
 
 try:  # no public name; tests/restore/test_place.py probes for it
-    from jax._src.interpreters.pxla import batched_device_put
+    from jaxlib._jax import batched_device_put
 except ImportError:
     batched_device_put = None
 
@@ -256,8 +256,7 @@ def _placed(by_form: _ByForm) -> Iterable[tuple[Key, Any]]:
 
 
 def _arrays(form: Form, several: Sequence[Mapping[Box, np.ndarray]]) -> list[Any]:
-    """Leaves of one form. The first one is made by JAX's public function, which takes 7 microseconds more than what it
-    comes to; the others are made like it, if this JAX has that function where it was."""
+    """Leaves of one form."""
     sharding, shape = form.sharding, form.shape
     if sharding is None:
         own = form.kind in ("numpy", "jax")
@@ -269,27 +268,39 @@ def _arrays(form: Form, several: Sequence[Mapping[Box, np.ndarray]]) -> list[Any
         ]
     if len(form.boxes) < _local_devices(sharding)[0]:  # several devices want a box: each needs memory of its own
         several = list(_unaligned(several))
-    made: list[Any] = []
-    put, like = batched_device_put, None
-    for blocks in several:
-        only = next(iter(blocks.values()))
-        if isinstance(only, DeviceBuffer) and sharding.num_devices == 1 and only.array is not None:
-            array = only.array
-        elif put is not None and like is not None:
-            parts = [only] if len(like.devices) == 1 else [blocks[box] for box in like.boxes]
-            array = put(like.aval, sharding, parts, like.devices)
-        else:
-            array = _by_callback(shape, sharding, blocks)
-            like = _like(form, array) if array.dtype == only.dtype else None
-        made.append(array)
+    if sharding.num_devices == 1 and math.prod(shape) * np.dtype(form.dtype).itemsize >= DEVICE_BUFFER_BYTES:
+        made = [_taken_over(shape, sharding, blocks) for blocks in several]
+    else:
+        made = _alike(form, sharding, several)
     return [_wrapped(form, array) for array in made] if form.key_impl else made
+
+
+def _taken_over(shape: tuple[int, ...], sharding: jax.sharding.Sharding, blocks: Mapping[Box, np.ndarray]) -> jax.Array:
+    """The array whose memory the block is, if it is that of one."""
+    (only,) = blocks.values()
+    if isinstance(only, DeviceBuffer) and only.array is not None:
+        return only.array
+    return _by_callback(shape, sharding, blocks)
+
+
+def _alike(form: Form, sharding: jax.sharding.Sharding, several: Sequence[Mapping[Box, np.ndarray]]) -> list[Any]:
+    """Arrays of one form. The first one is made by JAX's public function, which takes 8 microseconds more than the
+    function of jaxlib to which it comes; the others are made like it, where jaxlib has that."""
+    first, *others = several
+    array = _by_callback(form.shape, sharding, first)
+    if (put := batched_device_put) is None or array.dtype != next(iter(first.values())).dtype:
+        return [array, *[_by_callback(form.shape, sharding, blocks) for blocks in others]]
+    aval, devices, boxes = _like(form, array)
+    if len(boxes) == 1:
+        return [array, *[put(aval, sharding, list(blocks.values()), devices) for blocks in others]]
+    return [array, *[put(aval, sharding, [blocks[box] for box in boxes], devices) for blocks in others]]
 
 
 class _Like(NamedTuple):
     """The arguments of JAX's function for another array of one form."""
 
     aval: Any
-    devices: tuple[Any, ...]  # of this process
+    devices: list[Any]  # of this process
     boxes: tuple[Box, ...]  # that they hold
 
 
@@ -301,7 +312,7 @@ def _by_callback(
 
 def _like(form: Form, array: jax.Array) -> _Like:
     places = array.sharding.addressable_devices_indices_map(form.shape)
-    return _Like(array.aval, tuple(places), tuple(Box.of_index(index or (), form.shape) for index in places.values()))
+    return _Like(array.aval, list(places), tuple(Box.of_index(index or (), form.shape) for index in places.values()))
 
 
 def _unaligned(several: Sequence[Mapping[Box, np.ndarray]]) -> Iterator[Mapping[Box, np.ndarray]]:
