@@ -256,8 +256,8 @@ def _placed(by_form: _ByForm) -> Iterable[tuple[Key, Any]]:
 
 
 def _arrays(form: Form, several: Sequence[Mapping[Box, np.ndarray]]) -> list[Any]:
-    """Leaves of one form. The first one is made by JAX's public function, which takes 7 microseconds more than what it
-    comes to; the others are made like it, if this JAX has that function where it was."""
+    """Leaves of one form. JAX's public function makes the first one, and takes 7 microseconds more than the private
+    function that it calls. That one makes the others, if this JAX still has it."""
     sharding, shape = form.sharding, form.shape
     if sharding is None:
         own = form.kind in ("numpy", "jax")

@@ -35,7 +35,7 @@ def test_every_page_is_in_the_site_menu() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of the page may have after `#`, on GitHub and in the site."""
+    """The anchors of the page's headings, as links on GitHub and in the site have them after `#`."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
