@@ -1,14 +1,25 @@
 """`python -m bench stall|commit|restore|durable`: ckptkit, stock Orbax and the machine's limits, side by side.
 
-Others have options of their own: `corruption|crashpoints` (the result of restarts after faults), `faults` (a training
-that is killed again and again, compared with stock Orbax), `proof` (the cost of digests), `kill` (the same for the
-protocol alone, judged by an oracle), `gather` (the exchange of a large job's processes before a restore), `broadcast`
-(replicas that read the durable tier for each other), `simulator` (predicted and measured goodput), `policy` (save
-intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within a memory
-budget), `exporters` (the cost of live metrics and traces), `gpu` (staging strategies on accelerators), `herd` (a
-thousand hosts that restore from a bucket at once), `hosts` (a spare takes the place of a lost host), `inspect` (100,000
-leaves), `unchanged` (an adapter on a frozen base). `all`
-runs everything but `exporters`, `gpu` and `herd`, and renders `bench/REPORT.md`, `report` again.
+Others have options of their own:
+
+- `corruption|crashpoints`: the result of restarts after faults
+- `faults`: a training that is killed again and again, compared with stock Orbax
+- `kill`: the same for the protocol alone, judged by an oracle
+- `hosts`: a spare takes the place of a lost host
+- `proof`: the cost of digests
+- `gather`: the exchange of a large job's processes before a restore
+- `broadcast`: replicas that read the durable tier for each other
+- `herd`: a thousand hosts that restore from a bucket at once
+- `simulator`: predicted and measured goodput
+- `policy`: save intervals on recorded failures
+- `simulate`: how long a simulation takes
+- `convert`: conversions within a memory budget
+- `inspect`: a look at 100,000 leaves
+- `unchanged`: an adapter on a frozen base
+- `exporters`: the cost of live metrics and traces
+- `gpu`: staging strategies on accelerators
+
+`all` runs everything but `exporters`, `gpu` and `herd`, and renders `bench/REPORT.md`; `report` renders it again.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def main() -> None:
 
 @contextmanager
 def small_leaves_shared() -> Iterator[None]:
-    """A frozen leaf of 3 kB is in data files of its own, which durable steps take over from each other, and is left as
-    it is in a slot on a disk."""
+    """A frozen leaf of 3 kB is in data files of its own. Durable steps take these over from each other, and a slot on a
+    disk keeps the leaf as it is."""
     usual = unchanged.LEAF_BYTES_MIN, unchanged.GROUP_BYTES_MIN, disk_copy.KEPT_BYTES_MIN
     unchanged.LEAF_BYTES_MIN = unchanged.GROUP_BYTES_MIN = disk_copy.KEPT_BYTES_MIN = 1
     try:
@@ -78,7 +78,7 @@ def committed_by_marks(marked: bool) -> Iterator[None]:
 
 
 def make_state(step: int, branch: int) -> dict[str, Any]:
-    """Random bits, different for every save but for those of one leaf."""
+    """Random bits, different for every save, except those of one leaf."""
     chance = np.random.default_rng([step, branch])
     return {
         "w": jnp.asarray(chance.standard_normal((16, 16)), jnp.float32),

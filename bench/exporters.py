@@ -59,8 +59,10 @@ def ratio_of(step_ms: dict[str, list[float]]) -> float:
 
 
 def measure(home: Path, rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
-    """The mean milliseconds of a step of each round, with all exporters and without, in an order that alternates:
-    `step_ms` by the clock, `cpu_ms` of processor time, of which other threads have a part."""
+    """The mean milliseconds of a step of each round, with all exporters and without, in an order that alternates.
+
+    `step_ms` is by the clock. `cpu_ms` is processor time, of which other threads have a part.
+    """
     found: dict[str, dict[str, list[float]]] = {kind: {"with": [], "without": []} for kind in ("step_ms", "cpu_ms")}
     for number in range(rounds + 1):
         for how in ("with", "without") if number % 2 else ("without", "with"):

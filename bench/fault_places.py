@@ -100,7 +100,7 @@ class Places:
         """Begins to drop what the kernel keeps in memory of the checkpoints on the disk, in a thread of low priority.
 
         A host that loses its ramdisk, by a reboot or because another host takes its place, has no page cache either:
-        every contender reads from the disk then. What was not written back yet stays in memory.
+        every contender reads from the disk then. Pages that were not written back yet stay in memory.
         """
         thread = threading.Thread(target=_drop, args=([self.durable, self.disk / "ssd"],), name="drop-page-cache")
         thread.start()

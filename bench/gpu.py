@@ -55,8 +55,8 @@ def main(
     """Measures saves and restores of a transformer with Adam on all local devices of one process.
 
     The loop donates its state and spends 0.2 s a step in products of matrices. The first save of a contender is
-    reported apart. With `cpu` the strategies are forced on virtual devices and steps are shorter: the figures say
-    nothing of a GPU.
+    reported apart. With `cpu` the strategies are forced on virtual devices and steps are shorter: these are
+    not figures of a GPU.
     """
     ends_s = now_s() + 60 * minutes
     result: dict[str, Any] = {
@@ -128,7 +128,7 @@ def _measured(options: list[str], platform: str, devices: int, ramdisk: str) -> 
 
 
 def _pcie() -> str | None:
-    """What the driver says of it; None without NVIDIA's tool."""
+    """The driver's description of it; None without NVIDIA's tool."""
     asked = "--query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max"
     try:
         done = subprocess.run(["nvidia-smi", asked, "--format=csv,noheader"], capture_output=True, text=True)

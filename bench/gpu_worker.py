@@ -24,7 +24,7 @@ OURS = {"ckptkit": "auto", "ckptkit_device_copy": "device_copy", "ckptkit_pinned
 PEERS = ("orbax_async", "orbax_v1", "orbax_sync")
 STEPS_AFTER = 8  # whose times are compared with those before the save
 _STEP_S = 0.2
-_ON_CPU = (0.01, 128)  # virtual devices: the figures say nothing of a GPU, so no time is spent on them
+_ON_CPU = (0.01, 128)  # virtual devices: these are not figures of a GPU, so no time is spent on them
 _LARGE_BYTES = 1 << 30
 _SQUARE = 1024  # of the matrices whose products fill a step
 

@@ -3,8 +3,8 @@
 A simulation in virtual time: no bytes move. Each host has reads to do, so many at a time, and the service serves so
 many requests a second. A request beyond that gets 429 and waits as TensorStore waits: `initial_delay` doubled at each
 try, plus a random part of it, at most `max_delay` (tensorstore/internal/retry.cc). After the last try the host's
-restore has failed, and its supervisor starts it again. What a host may have in flight and when it starts are computed
-by `DurableProfile` itself.
+restore has failed, and its supervisor starts it again. `DurableProfile` itself computes
+how much a host may have in flight and when it starts.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class Campaign:
         return Fault(number=life, after_s=kill.after_s, kind="kill", victims=kill.victims, wipes=wipes)
 
     def _after_loss(self, attempt: int, process: int, struck: Sequence[Injected]) -> None:
-        """All processes are dead, and what is lost with them is gone: the oracle looks at the rest."""
+        """All processes are dead, and the files are deleted that are lost with them: the oracle looks at the rest."""
         with self._lock:
             life = len(self.expected)
             if not struck:

@@ -1,4 +1,4 @@
-"""What listens to a training with exporters, in a process of its own: `python -m bench.listening PORT`.
+"""The listeners to a training with exporters, in a process of their own: `python -m bench.listening PORT`.
 
 A collector takes what OpenTelemetry sends; its address is the first line on stdout. The port of the training's
 Prometheus endpoint is asked once a second. Ends with its standard input.

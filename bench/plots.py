@@ -1,4 +1,4 @@
-"""The pictures of the report: one per benchmark that has somebody to compare with, and the one of the README."""
+"""The pictures of the report: one per benchmark that has somebody to compare with, and the one of docs/index.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from bench.row import Row
 
 _OURS, _PEER, _TORCH, _LIMIT = "#1f6f8b", "#b0b0b0", "#808080", "#e8a33d"
-# The README's picture: what is compared, in words, and what the limit is.
+# The picture of docs/index.md: what is compared, in words, and what the limit is.
 _FRONT = {
     ("stall", "stall_ms_per_save"): (
         "a save takes from a loop that keeps\nall cores busy, ms: less is better",

@@ -338,7 +338,7 @@ def _convert(result: Mapping[str, Any]) -> Iterable[Row]:
 
 
 def _gpu(result: Mapping[str, Any]) -> Iterable[Row]:
-    """Virtual devices have rows of their own: their figures say nothing of a GPU."""
+    """Virtual devices have rows of their own: they are not figures of a GPU."""
     for case, state in result["states"].items():
         found = {name: _medians(samples) for name, samples in state["contenders"].items()}
         for meaning, (figure, _) in GPU_FIGURES.items():

@@ -13,37 +13,74 @@ from bench.rows import RESULTS, newest_results, rows_of
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- figures: `make figures` writes what is between these lines -->", "<!-- end of figures -->"
-# The rows of the README, with their labels; the rest is in the report.
+# The rows of the README, as sentences; the rest is in the report.
 README_FIGURES = {
-    ("faults", "goodput"): "goodput of a training with injected faults",
-    ("faults", "lost_work_s"): "work that a training repeated after injected faults",
-    ("faults", "wrong_runs"): "trainings with injected faults and bit flips that ended with wrong bits",
-    ("faults", "resume_s"): "from an injected kill of such a training to its next step",
-    ("stall", "stall_ms_per_save"): "stall of a save while the step keeps all cores busy",
-    ("stall", "stall_idle_ms_per_save"): "stall of a save while the step runs elsewhere, as accelerators stage",
-    ("stall", "stall_idle_ms_per_save.cpu"): "the same, as the CPU backend stages by default",
-    ("commit", "commit_gbps"): "from `save` to the commit on the ramdisk",
-    ("commit", "cpu_s_per_gb"): "processor time of a save",
-    ("restore", "restore_gbps"): "restore from the ramdisk, every byte verified",
-    ("durable", "disk_bytes"): "bytes of a durable step on a disk",
-    ("gpu", "ready_s"): "a save on a GPU or TPU blocks, state ready",
-    ("gpu", "in_flight_s"): "a save on a GPU or TPU blocks, step in flight",
-    ("gpu", "restore_s"): "restore to a GPU or TPU from the ramdisk",
-    ("durable", "bucket_save_requests"): "requests of a save to a bucket",
-    ("durable", "bucket_restore_requests"): "requests of a restore from a bucket",
-    ("corruption", "restored_wrong"): "damaged files (injected) restored as something else, without an error",
-    ("kill", "recovered"): "kills (injected) after which the newest surviving save was restored",
-    ("kill", "resume_s"): "from a kill (injected) of one process to the next step of the job",
-    ("hosts", "next_step_s"): "from the loss (injected) of a host to the next step of the job, on a spare host",
+    ("faults", "goodput"): "Share of the time that trained the model, while faults were injected",
+    ("faults", "resume_s"): "From a killed process to its next training step",
+    ("faults", "wrong_runs"): "Trainings with injected bit flips that ended with wrong bits",
+    ("stall", "stall_ms_per_save"): "A save delays a loop whose step keeps all cores busy",
+    ("stall", "stall_idle_ms_per_save"): "A save delays a loop whose step runs elsewhere; copied as on accelerators",
+    ("stall", "stall_idle_ms_per_save.cpu"): "The same, copied as on CPU devices by default",
+    ("commit", "commit_gbps"): "From `save` to the commit on the ramdisk",
+    ("restore", "restore_gbps"): "Restore from the ramdisk, every byte verified",
+    ("gpu", "ready_s"): "A save on a GPU or TPU blocks, state ready",
+    ("gpu", "in_flight_s"): "A save on a GPU or TPU blocks, step in flight",
+    ("gpu", "restore_s"): "Restore to a GPU or TPU from the ramdisk",
+    ("hosts", "next_step_s"): "From a lost host to the next step, on a spare host",
+    ("durable", "bucket_save_requests"): "Requests of a save to a bucket",
+}
+_STATES = {
+    "125m@1": "1.5 GB, one process",
+    "125m-cpu": "1.5 GB",
+    "many@1": "4,000 arrays of 16 KB",
+    "4 hosts + 1": "4 hosts and a spare",
+}
+_CONTENDERS = {
+    "orbax_async": "Orbax",
+    "orbax": "Orbax",
+    "orbax_tuned": "Orbax, tuned",
+    "orbax_v1": "Orbax, v1 API",
+    "orbax_sync": "Orbax, synchronous",
+    "orbax-sync": "Orbax, synchronous",
+    "torch_dcp": "torch DCP",
 }
 _UNITS = {"_ms": "ms", "_gbps": "GB/s", "_s": "s", "_bytes": "MB", "cpu_s_per_gb": "s/GB"}
 _BUSY = 3.0  # load at which a timing is only an indication
 
 
 def readme_table(rows: Sequence[Row]) -> str:
-    """The rows that the README shows."""
+    """The rows that the README shows, in words: units in the cells, and which side is better."""
     by_figure = {(row.benchmark, row.figure): row for row in reversed(rows)}  # of several states the first
-    return _table((label, by_figure[key]) for key, label in README_FIGURES.items() if key in by_figure)
+    lines = ["| what | state | ckptkit | best of stock Orbax | torch DCP | limit | against Orbax |", f"|{'---|' * 7}"]
+    for key, sentence in README_FIGURES.items():
+        if row := by_figure.get(key):
+            found = (_amount(row, row.ours, ""), _amount(row, row.peer, row.peer_name), _amount(row, row.torch, ""))
+            cells = (sentence, _state_in_words(row), *found, _amount(row, row.limit, row.limit_name), _verdict(row))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _state_in_words(row: Row) -> str:
+    if row.benchmark != "faults":
+        return _STATES.get(row.case, row.case)
+    state, _, gap = row.case.partition(", ")
+    runs = f", {row.samples} trainings" if row.figure.endswith("_runs") else ""
+    return f"{_STATES.get(state, state)}, a fault every {gap}{runs}"
+
+
+def _amount(row: Row, value: float | None, contender: str) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:.0%}" if row.figure == "goodput" else f"{_number(row, value)} {_unit(row.figure)}".strip()
+    return f"{text} ({_CONTENDERS.get(contender, contender)})" if contender else text
+
+
+def _verdict(row: Row) -> str:
+    if not row.ratio:
+        return "-"
+    more_is_better = row.figure == "goodput" or row.figure.endswith("_gbps")
+    times = row.ratio if more_is_better else 1 / row.ratio
+    return f"{times:.2g}x better" if times >= 1 else f"{1 / times:.2g}x worse"
 
 
 def with_table(readme: str, rows: Sequence[Row]) -> str:

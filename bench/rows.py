@@ -16,7 +16,7 @@ from bench.row import PEERS, Row, load_of
 
 RESULTS = Path(__file__).parent / "results"
 _TORCH = "torch_dcp"
-# A save that copies while the step computes elsewhere can cost the loop nothing: one plain copy is no bound there.
+# A save that copies while the step computes elsewhere can cost the loop nothing: one plain copy is not a bound there.
 _OVERLAPPED = ("stall_idle_ms_per_save", "blocking_ms.ready")
 
 

@@ -1,7 +1,7 @@
 """`python -m bench simulator`: the simulator against reality, fault-injected runs of the trainer.
 
-Each run trains on 2 processes for a fixed time with intervals and failures of its own, drawn from its seed: a process
-is killed (its ramdisk stays), or a host (a process with its ramdisk). The cost of saves, steps and restarts is fitted
+Each run trains on 2 processes for a fixed time. Its seed draws its intervals and failures: a process is killed (its
+ramdisk stays), or a host (a process with its ramdisk). The cost of saves, steps and restarts is fitted
 on the first runs. For the others the simulator gets only the intervals and the planned failures.
 """
 

@@ -47,7 +47,7 @@ def _state(megabytes: int, step: int, *, frozen: bool) -> dict[str, jax.Array]:
 
 
 def measure(root: str, megabytes: int, repeats: int, *, frozen: bool, sent: Any) -> dict[str, Any]:
-    """What a durable commit costs, written whole and with shared files: medians, and all samples. `sent(url, step)` is
+    """The cost of a durable commit, written whole and with shared files: medians, and all samples. `sent(url, step)` is
     how many bytes a step took."""
     profiles = {"whole": DurableProfile(shared_steps_max=1), "shared": DurableProfile(shared_steps_max=1000)}
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in profiles}

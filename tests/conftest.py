@@ -58,8 +58,10 @@ def _last_lines(text: str, lines: int = 40, columns: int = 300) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """A test that skips for want of a tool or a package fails where they were installed: nobody reads that it was
-    skipped. What a test logged is shown by its last lines."""
+    """A test that is skipped because a tool or a package is missing fails where they were installed.
+
+    Nobody reads that it was skipped. The last lines of a test's log are shown.
+    """
     report = yield
     report.sections = [(name, _last_lines(text)) for name, text in report.sections]
     if report.skipped:

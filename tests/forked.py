@@ -1,6 +1,6 @@
 """Python processes that begin with JAX, Orbax and ckptkit imported: forked from one template of the test process.
 
-A cold process imports for two to three seconds of processor time before its first line. What these processes do is
+A cold process imports for two to three seconds of processor time before its first line. Their work is
 otherwise that of `python -m MODULE`, `python -c CODE` or `python SCRIPT`, with an environment and a directory of their
 own. They are not for tests of imports, of the start of an interpreter, or of variables that JAX reads at its import.
 """
@@ -57,7 +57,7 @@ class Forked:
         self._pidfd = os.pidfd_open(running.pid)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it printed on stdout and stderr, once it has ended."""
+        """Its stdout and stderr, once it has ended."""
         self.wait(timeout)
         for each in self._outputs:
             each.seek(0)

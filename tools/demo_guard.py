@@ -1,7 +1,7 @@
 """A poisoned stretch of data, without a guard and with one: `make demo-guard`, under two minutes on two cores.
 
-Four runs of the reference trainer on the same text, in which the records of 24 batches in a row are noise for three of
-them: `clean` (no noise), `unguarded`, `guarded`, and `again` (guarded, and saved to the ramdisk at other steps). The
+Four runs of the reference trainer read the same text: `clean`, `unguarded`, `guarded`, and `again` (guarded, and saved
+to the ramdisk at other steps). For all but the first, the records of 24 batches in a row are noise. The
 demo proves that the guarded run skipped the noise, that it ends like the clean one, and that both guarded runs
 have the same bits. It draws `guard.png`.
 

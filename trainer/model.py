@@ -126,8 +126,8 @@ class Transformer(nnx.Module):
         Args:
             tokens: int32[B, T], each below V.
             dropout_key: a typed key; None (evaluation) drops nothing.
-            place: pins how an array lies over the mesh: the "stream" [B, T, D] between blocks, and the embedding
-                "table" [V, D] where it is used; without it the compiler chooses, at times badly.
+            place: pins the sharding of an array: the "stream" [B, T, D] between blocks, and the embedding
+                "table" [V, D] where it is used. Without it the compiler chooses, at times badly.
 
         Returns:
             float32[B, T, V] logits; position t sees tokens 0..t.

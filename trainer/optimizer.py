@@ -24,8 +24,8 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """The optax chain: clip by global norm, then the optimizer. Norms and scales are not decayed.
 
-    State for each parameter, in float32: two moments for adamw, one for lion and sgd; muon has one for matrices and
-    two for the rest, adafactor a row and a column for a matrix of 128 and more. `weight_decay` is not sgd's.
+    State for each parameter, in float32: two moments for adamw, one for lion and sgd. Muon has one for matrices and
+    two for the rest. Adafactor has a row and a column for a matrix of 128 and more. `weight_decay` is not sgd's.
     Gradient accumulation is not here but inside the step (`trainer.step`): it then costs no optimizer state, so a
     checkpoint never holds half an accumulation.
     """

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import click
@@ -16,35 +17,36 @@ import ckptkit
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 from ckptkit.cli.interrupts import Interrupts
 
-# Each command: its module, where it is a function of the same name, and its line in `ckptkit --help`. A module is
-# imported when its command is called: most need JAX and Orbax, 1.6 s of processor time, and `--help` needs none.
+# Each command: its section and its line in `ckptkit --help`, in that order, and its module, where it is a function of
+# the same name. A module is imported when its command is called: most need JAX and Orbax, 1.6 s of processor time, and
+# `--help` needs neither.
 _COMMANDS = {
-    "certify": ("certify", "Replay steps, and compare the saves with the replay."),
-    "chaos": ("chaos", "Run a job under faults, and report what they cost."),
-    "convert": ("convert", "Write a checkpoint in another format."),
-    "copy": ("copy", "Copy steps to another root."),
-    "diff": ("diff", "Compare two checkpoints."),
-    "doctor": ("doctor", "Report what is slow, at risk or wasteful about a run."),
-    "du": ("du", "Report the bytes of a root by step, item and kind."),
-    "explain": ("tune", "Forecast what a durable save costs."),
-    "extract": ("assemble", "Write parts of a checkpoint."),
-    "goodput": ("goodput", "Account for the time of a run."),
-    "inspect": ("inspect", "Show what a checkpoint is and what it holds."),
-    "merge": ("assemble", "Combine checkpoints: parts, averages, LoRA weights."),
-    "pin": ("upkeep", "Protect a step from deletion."),
-    "plan-restore": ("plan_restore", "Show which save a restart would read, and from where."),
-    "prune": ("upkeep", "Delete the steps that no rule keeps."),
-    "reshard": ("reshard", "Rewrite an Orbax checkpoint for other meshes."),
-    "rollback": ("upkeep", "Make restarts continue from an older step."),
-    "run": ("run", "Run a job, and restart it at once when a process is lost."),
-    "scrub": ("verify", "Verify every copy of every save; repair on request."),
-    "sign": ("sign", "Sign a step, so that a restore can refuse any other."),
-    "simulate": ("simulate", "Estimate goodput under failures and save policies."),
-    "steps": ("steps", "List the steps of a root and of its tiers."),
-    "tiers": ("tiers", "List or free the slots of fast tiers."),
-    "tune": ("tune", "Measure a durable root and propose a profile."),
-    "unpin": ("upkeep", "Remove the pin of a step."),
-    "verify": ("verify", "Compare every byte of a save with its checksum."),
+    "run": ("Run", "run", "Run a job, and restart it at once when a process is lost."),
+    "chaos": ("Run", "chaos", "Run a job under faults, and report what they cost."),
+    "goodput": ("Run", "goodput", "Account for the time of a run."),
+    "steps": ("Look", "steps", "List the steps of a root and of its tiers."),
+    "inspect": ("Look", "inspect", "Show what a checkpoint is and what it holds."),
+    "verify": ("Look", "verify", "Compare every byte of a save with its checksum."),
+    "plan-restore": ("Look", "plan_restore", "Show which save a restart would read, and from where."),
+    "doctor": ("Look", "doctor", "Report what is slow, at risk or wasteful about a run."),
+    "du": ("Look", "du", "Report the bytes of a root by step, item and kind."),
+    "scrub": ("Repair and maintain", "verify", "Verify every copy of every save; repair on request."),
+    "rollback": ("Repair and maintain", "upkeep", "Make restarts continue from an older step."),
+    "prune": ("Repair and maintain", "upkeep", "Delete the steps that no rule keeps."),
+    "pin": ("Repair and maintain", "upkeep", "Protect a step from deletion."),
+    "unpin": ("Repair and maintain", "upkeep", "Remove the pin of a step."),
+    "copy": ("Repair and maintain", "copy", "Copy steps to another root."),
+    "tiers": ("Repair and maintain", "tiers", "List or free the slots of fast tiers."),
+    "sign": ("Repair and maintain", "sign", "Sign a step, so that a restore can refuse any other."),
+    "convert": ("Convert", "convert", "Write a checkpoint in another format."),
+    "diff": ("Convert", "diff", "Compare two checkpoints."),
+    "reshard": ("Convert", "reshard", "Rewrite an Orbax checkpoint for other meshes."),
+    "extract": ("Convert", "assemble", "Write parts of a checkpoint."),
+    "merge": ("Convert", "assemble", "Combine checkpoints: parts, averages, LoRA weights."),
+    "simulate": ("Plan", "simulate", "Estimate goodput under failures and save policies."),
+    "explain": ("Plan", "tune", "Forecast what a durable save costs."),
+    "tune": ("Plan", "tune", "Measure a durable root and propose a profile."),
+    "certify": ("Plan", "certify", "Replay steps, and compare the saves with the replay."),
 }
 
 
@@ -91,7 +93,7 @@ class _Commands(click.Group):
         del ctx
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"ckptkit.cli.{_COMMANDS[cmd_name][0]}")
+        module = importlib.import_module(f"ckptkit.cli.{_COMMANDS[cmd_name][1]}")
         found: click.Command = getattr(module, cmd_name.replace("-", "_"))
         _refuse_empty_paths(found)
         _add_examples(found, cmd_name)
@@ -100,7 +102,7 @@ class _Commands(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The names at once: click would import every command at each Tab."""
         items = [
-            CompletionItem(name, help=line) for name, (_, line) in _COMMANDS.items() if name.startswith(incomplete)
+            CompletionItem(name, help=line) for name, (_, _, line) in _COMMANDS.items() if name.startswith(incomplete)
         ]
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
@@ -116,8 +118,10 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+        width = max(map(len, _COMMANDS))  # one column for all sections
+        for section, rows in groupby(_COMMANDS.items(), key=lambda row: row[1][0]):
+            with formatter.section(section):
+                formatter.write_dl([(name.ljust(width), line) for name, (_, _, line) in rows])
 
 
 _PATH_METAVARS = frozenset({"PATH", "ROOT", "FILE", "CHECKPOINT", "RUN_DIR"})
@@ -176,4 +180,7 @@ def _as_interrupt(error: BaseException) -> BaseException:
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(ckptkit.__version__, message="ckptkit %(version)s")
 def commands() -> None:
-    """Look at checkpoints, prove them, mend them, keep them in order. Needs no accelerator."""
+    """Start here: `ckptkit steps ROOT` lists the checkpoints of a run.
+
+    No command needs an accelerator. The help of each one ends with an example.
+    """

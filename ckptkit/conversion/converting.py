@@ -323,7 +323,7 @@ def _shards(tensors: Tensors, shard_bytes: int) -> list[dict[str, Any]]:
 def no_arrays(source: Checkpoint) -> list[str]:
     """Descriptions of what a checkpoint holds besides tensors: leaves (text, None, empty containers), small items."""
     names = [f"{leaf.name} ({leaf.kind})" for _, leaf in source.others]
-    are = "are no arrays" if len(names) > 1 else "is no array"
+    are = "are not arrays" if len(names) > 1 else "is not an array"
     leaves = f"{first_of(names, _NAMED)}, which {are}"
     return [*[leaves] * bool(names), *(f"item {name}, which is not an array" for name in source.facts.values)]
 

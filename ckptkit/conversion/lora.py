@@ -223,7 +223,7 @@ def _unfit(name: str, halves: Mapping[str, Tensor], base: Tensor | None, config:
         return f"{name} is {what}, and its update {list(left.shape)} x {list(right.shape)}{how}"
     rank = config.rank_of(module)
     if rank is not None and rank != left.shape[1]:
-        return f"{name} has an update of rank {left.shape[1]}, and {ADAPTER_CONFIG} says rank {rank}"
+        return f"{name} has an update of rank {left.shape[1]}, and {ADAPTER_CONFIG} has rank {rank}"
     return None
 
 

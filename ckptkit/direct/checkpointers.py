@@ -30,8 +30,8 @@ class _Direct:
         return getattr(self._handler, "stock", self._handler)
 
     def get_temporary_path(self, directory: Any) -> Any:
-        """As Orbax's. On a disk, a power failure does not undo its commit; on a mount that does not rename a directory
-        in one step, a mark that is written last commits, as in a bucket. A choice of the caller stays."""
+        """As Orbax's, with a commit that a power failure on a disk does not undo. On a mount that does not rename a
+        directory in one step, a mark that is written last commits, as in a bucket. A choice of the caller stays."""
         stock: Any = super()
         properties = properties_of(root_url(directory))
         chosen = self._temporary_path_class is not None or self._atomicity_options is not None

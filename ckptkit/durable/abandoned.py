@@ -22,9 +22,10 @@ from ckptkit.store import Store, put_new
 
 
 def left_behind(store: Store, committed: Collection[int]) -> list[str]:
-    """The names of directories in a root that are steps without a commit: temporary by name on a disk, without the
-    mark in a bucket, either on a mount that does not rename in one step; and of deletions that were cut off.
-    `committed`: the steps that have a commit.
+    """The names of directories in a root that are steps without a commit, or deletions that were cut off.
+
+    On a disk such a step has a temporary name, in a bucket it has no mark. On a mount that does not rename in one step
+    it is either of them. `committed`: the steps that have a commit.
 
     Cost: two listings, in a bucket one. Raises `StoreError`.
     """

@@ -13,7 +13,7 @@ from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.orbax.manager import StockManager, delete_directory
 from ckptkit.store.remote import forget_listings
 
-Said = Callable[[int, str], None]  # of a step that is committed: what failed after that
+Report = Callable[[int, str], None]  # of a step that is committed: what failed after that
 
 
 @final
@@ -31,7 +31,7 @@ class Pruner:
         options: ocp.CheckpointManagerOptions,
         *,
         leads: bool,
-        said: Said,
+        report: Report,
     ):
         self._url = url
         self._stock = stock
@@ -39,7 +39,7 @@ class Pruner:
         self._options = options
         self._moved = options.todelete_subdir is not None or options.todelete_full_path is not None
         self._leads = leads
-        self._said = said
+        self._report = report
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-prune")
         self._running: Future[None] | None = None
         self._left: dict[int, str] = {}  # steps that the books have forgotten, and the storage may still have
@@ -87,7 +87,7 @@ class Pruner:
                 forget_listings(self._url)
             except Exception as error:  # noqa: BLE001  it is a step or it is not, never half: reported, and tried again
                 reason = f"step {step} is to be deleted, and is not yet: {type(error).__name__}: {error}"
-                self._said(step, reason)
+                self._report(step, reason)
             else:
                 del self._left[step]
         self._guard.settle()

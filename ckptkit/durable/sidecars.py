@@ -121,7 +121,7 @@ def incomplete(
         if item is not None and item not in manifest.arrays:
             return f"{where} has sidecars of item {', '.join(manifest.arrays)}"
         if manifest.writer.process != process:
-            return f"{where}: the sidecar of process {process} says that process {manifest.writer.process} wrote it"
+            return f"{where}: the sidecar of process {process} names process {manifest.writer.process} as its writer"
     return None
 
 

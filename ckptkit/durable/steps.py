@@ -40,7 +40,7 @@ from ckptkit.durable.orbax.manager import (
     without_collectives,
 )
 from ckptkit.durable.orbax.preservation import BranchPreservation, prunes, replaced_options
-from ckptkit.durable.prune import Pruner, Said
+from ckptkit.durable.prune import Pruner, Report
 from ckptkit.durable.read_step import DurableReader, identity_metadata
 from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.write_step import StepWriter, is_writable
@@ -95,10 +95,10 @@ class DurableSteps:
         *,
         setup: Setup = Setup(),  # noqa: B008  frozen
         profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
-        said: Said = lambda step, reason: None,
+        report: Report = lambda step, reason: None,
         cleaned: Callable[[list[str]], None] = lambda names: None,
     ):
-        """`said` is called with a committed step and the failure after its commit; `cleaned` with removed leftovers."""
+        """`report` gets a committed step and the failure after its commit; `cleaned` gets removed leftovers."""
         self.profile = profile = profile.for_one_of(coordinator.count)
         self.url = root_url(directory)
         self._coordinator = coordinator
@@ -107,7 +107,7 @@ class DurableSteps:
         checked_options(options)
         self._multiprocessing = without_collectives(options.multiprocessing_options, coordinator.count)
         coordinator.agree("durable-root", None, lambda _: prepare_root(self.url, options))
-        self._said, self._cleaned = said, cleaned
+        self._report, self._cleaned = report, cleaned
         self._cleaned_epoch: int | None = None
         self._deletes_later = options.enable_background_delete
         self._store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
@@ -131,7 +131,7 @@ class DurableSteps:
         # Of the last save, data files that this process took over from the step before: `shared_bytes`, `shared_from`.
         self.shared: Mapping[str, int] = {}
         self._step_writer = StepWriter(self.url, self._tries, profile, mode=mode, pace=self.pace)
-        self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=coordinator.process == 0, said=said)
+        self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=coordinator.process == 0, report=report)
         self._writer: ocp.CheckpointManager | None = None
         self._views = Views()
         self._on_committed = asynchronous.post_finalization_callback
@@ -263,7 +263,8 @@ class DurableSteps:
             store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
             names = clean_left(store, save_id.epoch, lambda place: delete_directory(place, self._options))
         except (StoreError, OSError) as error:
-            self._said(save_id.step, f"leftovers of earlier runs are not removed yet:  {type(error).__name__}: {error}")
+            reason = f"leftovers of earlier runs are not removed yet: {type(error).__name__}: {error}"
+            self._report(save_id.step, reason)
         else:
             if names:
                 self._cleaned(names)

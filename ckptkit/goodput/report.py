@@ -47,14 +47,14 @@ class Goodput:
     Reports lead with the first.
 
     `ml_goodput`: as Google's ml-goodput-measurement counts it. A kept step lasts until the next one begins, less
-    what spans of badput take in between; the first one of an attempt counts as the mean of the others, what it took
-    longer is program start-up. (Its calculator takes a restart that repeats no step for one long step; here the step
-    counts, and the gap never does.)
+    the spans of badput in between. The first one of an attempt counts as the mean of the others, and the rest of its
+    time is program start-up. (Google's calculator takes a restart that repeats no step for one long step. Here the
+    step counts, and the gap does not.)
     `effective_training_time`: what is left without starting, restoring, recovering and repeating work (ETTR:
     A. Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025; time in
     a queue before the first event is not known here).
     `new_steps`: distinct steps whose work was kept x median step time / elapsed ("time computing useful new steps
-    over the elapsed time", Gemini, 2023); how often one was run does not count, nor what it cost more than the median.
+    over the elapsed time", Gemini, 2023). Repetitions and the time above the median do not count.
     """
 
     ml_goodput: float | None
@@ -85,8 +85,8 @@ class Disruption:
     """One loss: what it cost, and how long until steps came out again (None: they never did).
 
     `lost_steps` were done before the loss and are done again. `resume_s` runs from the loss to the end of the first
-    step of a later attempt, `caught_up_s` to the end of the first step that had not been done before; `resume_parts_s`
-    splits `resume_s`. A loss of unknown moment counts from the moment at which the launcher noticed it.
+    step of a later attempt; `resume_parts_s` splits it. `caught_up_s` runs to the end of the first step that had not
+    been done before. A loss of unknown moment counts from the moment at which the launcher noticed it.
     """
 
     attempt: int

@@ -127,8 +127,8 @@ class Attempt(NamedTuple):
 def attempts_of(logs: Sequence[Sequence[Event]]) -> tuple[list[Attempt], list[Event]]:
     """The attempts in order, and the events of the launcher.
 
-    If a number was given twice (a restarted container with the same arguments, a resubmitted job), each start is an
-    attempt of its own, and all are numbered in the order of time.
+    A restarted container or a resubmitted job may use a number twice. Each start is then an attempt of its own, and
+    all are numbered in the order of time.
     """
     lives: dict[tuple[int, int], list[Event]] = defaultdict(list)  # by number, and which start with that number
     launcher: list[Event] = []

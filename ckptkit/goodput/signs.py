@@ -52,8 +52,8 @@ def strides_of(events: Iterable[Event]) -> list[Stride]:
     """The strides between calls of the manager, from the events of one process in one attempt.
 
     A call about step n ends the steps up to n. They began after the call before, or when the manager was ready. A call
-    about an earlier step than the last, without a restore or a new manager in between, is not about a step of the loop:
-    a second manager counts epochs, or a trainer saves its end as step 0.
+    about an earlier step than the last counts only after a restore, or with a new manager. Otherwise it is not about a
+    step of the loop: a second manager counts epochs, or a trainer saves its end as step 0.
     """
     found: list[Stride] = []
     from_s: float | None = None  # when the loop went on

@@ -45,10 +45,10 @@ def replay_new(
 ) -> Iterator[NewSave]:
     """Follows the durable root of a running job, and replays the steps to each new save. Certifies those it comes to.
 
-    The first save is where it begins. It then goes on from its own state, which is that of the last save to the bit, so
-    a job may delete a save as soon as a newer one has landed. If several landed meanwhile, it takes the newest. A save
-    that is more than `steps_max` steps after the last one is not replayed: devices that are slower than the job begin
-    again at the newest save, and cover a part of the steps. So does a save of another epoch: the job was restarted or
+    It begins at the first save. It then continues from its own state, which has the bits of the last save. So a job may
+    delete a save as soon as a newer one has landed. If several landed meanwhile, it takes the newest. A save that is
+    more than `steps_max` steps after the last one is not replayed: it begins again there. So devices that are slower
+    than the job cover a part of the steps. It also begins again at a save of another epoch: the job was restarted or
     went back, and may have left batches out. Ends after the first difference.
 
     Cost: `steps_max` steps at most and one restore for each save; one more state in memory than a step. All processes

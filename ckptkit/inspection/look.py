@@ -49,8 +49,10 @@ from ckptkit.store.roots import root_url
 
 
 def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
-    """Describes the checkpoint at `path`: a step directory (of ckptkit or stock Orbax), an item in one, a root (then
-    its newest committed step), or a fast tier's slot directory or manifest file.
+    """Describes the checkpoint at `path`.
+
+    That is a step directory (of ckptkit or stock Orbax), an item in one, a root (then its newest committed step), or a
+    fast tier's slot directory or manifest file.
 
     Where something is damaged and the rest can be read, the rest is returned and the damage is in `problems`.
     Cost: small reads only: one per process of a step with our sidecars, one per node of

@@ -17,8 +17,11 @@ _STEPS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFile:
-    """A file of a step that has other names too: in `steps` of the same root, and `elsewhere` (how many in quarantine,
-    in a save that is being written, or outside of the root)."""
+    """A file of a step that has other names too.
+
+    `steps` of the same root have it. `elsewhere` counts its names in quarantine, in a save that is being written, or
+    outside of the root.
+    """
 
     size_bytes: int
     steps: tuple[int, ...]

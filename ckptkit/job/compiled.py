@@ -70,9 +70,9 @@ def compiled(fn: Any, *args: Any, cache: str | os.PathLike[str] | None, key: Any
     Until then no `CheckpointManager` of this process saves: a program that changed never reaches a checkpoint. If it
     did change, the next call, or the next save, raises `ProgramChangedError`; the job starts again, and compiles.
 
-    A program is found by: its arguments with their shardings; the source of its module, and of the modules that this
-    names and people edit; the versions of installed packages; devices, flags and JAX's settings; this process's number;
-    and `key`, any JSON value, for what the function takes from elsewhere (a configuration in a closure).
+    A program is found by its arguments with their shardings, the source of its module, and that of the edited modules
+    that this one names. The versions of installed packages, devices, flags, JAX's settings and this process's number
+    count too. `key` is any JSON value, for what the function takes from elsewhere (a configuration in a closure).
 
     `cache` is a local directory; None compiles without one. Its files hold pickles, so it has to belong to this user,
     and nobody else may write there; otherwise it is not used, with a warning. The same holds for a program that cannot

@@ -160,9 +160,9 @@ class LocalCoordinator:
 class JaxCoordinator:
     """Exchanges values in the key-value store of `jax.distributed`; the protocol is in `job/meeting.py`.
 
-    Cost: one write and one blocking read per process; process 0 reads the others' messages, up to 512 at once. Process
-    0 reads, parses and ranks the inventories of 10,000 processes (600 bytes each, `ckptkit.restore.inventory`) in about
-    1 s of one core; a test enforces 6 s of CPU (`python -m bench gather`).
+    Cost: one write and one blocking read per process; process 0 reads the others' messages, up to 512 at once. It
+    reads, parses and ranks the inventories of 10,000 processes (600 bytes each) in about 1 s of one core; a test
+    enforces 6 s of CPU (`python -m bench gather`).
 
     Process 0 deletes the keys of all but the last exchanges of a channel, so that the kept keys do not grow.
     """

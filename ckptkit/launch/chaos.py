@@ -2,8 +2,8 @@
 taken away, directories emptied, bits flipped.
 
 The faults are real: signals to the job's processes, deletions and writes in its directories. A planned fault comes some
-time after the job has made a step, so a job that does not come back is never hit again; or some time after the launch,
-where several jobs are to get the same faults. `Chaos.inject` injects one at a moment that the caller chooses.
+time after the job has made a step, so a job that does not come back is not hit again. Where several jobs are to get
+the same faults, it comes some time after the launch. `Chaos.inject` injects one at a moment that the caller chooses.
 """
 
 from __future__ import annotations

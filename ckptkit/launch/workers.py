@@ -45,9 +45,10 @@ class Workers:
 class Hooks:
     """The functions that an agent calls while it runs. An error in one stops the job, and is raised by `run`.
 
-    `on_output(process, line)` is called from one thread per worker, in order of its lines; `on_attempt(attempt)` before
-    its workers start; `on_lost(attempt, process)` after all workers of the attempt are dead and before the next starts;
-    `on_status` with what `--status` writes, at each change; `say` with each line of the agent's own.
+    `on_output(process, line)` is called from one thread per worker, in order of its lines. `on_attempt(attempt)` is
+    called before its workers start, `on_lost(attempt, process)` after all workers of the attempt are dead and before
+    the next starts, `on_status` with the content of `--status` at each change. The function `say` gets
+    each line of the agent's own.
     """
 
     on_output: Callable[[int, str], None] = field(default_factory=OncePrinter)

@@ -91,7 +91,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         coordinator,
         setup=setup,
         profile=settings.durable,
-        said=lambda step, reason: events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason),
+        report=lambda step, reason: events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason),
         cleaned=lambda names: say_left(Kind.CLEANED, url, names, events),
     )
     say_what_was_left(durable, job)

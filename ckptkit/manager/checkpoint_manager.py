@@ -244,8 +244,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         where a template or `restore_args` have another dtype. `certified`: the newest step that a replay came to
         (`ckptkit.replay(record=True)`), for `step=None`; a damaged one is skipped for the next older.
 
-        `trusted` is the file of a public key: only a step that its owner signed (`ckptkit sign`) is restored, from the
-        durable tier alone, every cell compared with the SHA-256 that was signed. Other steps are rejected with
+        `trusted` is the file of a public key. Only a step that its owner signed (`ckptkit sign`) is restored, from the
+        durable tier alone, and every cell is compared with the signed SHA-256. Other steps are rejected with
         `UntrustedStepError`; so is an item that only Orbax reads. Raises `SigningKeyError` for a key that cannot be
         used.
 

@@ -119,10 +119,10 @@ def choose_writers(
 ) -> list[dict[Box, Parts]]:
     """Which process writes each box of each leaf to the durable tier: once each, evenly by bytes.
 
-    A box that several processes hold is cut between cells into as many parts as they are, where it is more than an
-    eighth of what a process writes on average: smaller ones even out. Greedy in the given order: a part goes to the
-    holder with the fewest bytes so far (ties: the lowest process). `cells` is the cell of each leaf. Deterministic, so
-    that every process computes the same answer without talking.
+    A box that several processes hold, and that is more than an eighth of what a process writes on average, is cut
+    between cells into as many parts as it has holders. Smaller ones even out. Greedy in the given order: a part goes
+    to the holder with the fewest bytes so far (ties: the lowest process). `cells` is the cell of each leaf.
+    Deterministic, so that every process computes the same answer without talking.
     """
     least_bytes = cut_from_bytes(
         sum(box.size * itemsize for boxes, itemsize in zip(holders, itemsizes, strict=True) for box in boxes),

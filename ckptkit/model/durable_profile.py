@@ -34,8 +34,9 @@ class DurableProfile:
     Args:
       data_file_bytes: a data file, or object, is closed once it is this large (OCDBT's target). Smaller files are
       written and read in parallel; each costs a request.
-      copied_bytes: cells below this are handed to TensorStore as keys and values, copied once, at some microseconds
-        each; larger ones through its array driver, which opens each leaf (about a millisecond) and copies nothing.
+      copied_bytes: cells below this are handed to TensorStore as keys and values. Each is copied once and takes some
+        microseconds. Larger ones go through its array driver, which opens each leaf (about a millisecond) and copies
+        nothing.
       compression: how the cells of leaves whose cells are `copied_bytes` or larger are encoded (`COMPRESSORS`); None:
         not at all. Takes a core 1 to 5 s for each GB of floats, so it is for storage that is slower than that, or
         paid by the byte. Process 0's counts. Steps that Orbax has to write, and repaired ones, are not encoded.

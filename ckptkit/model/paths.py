@@ -11,7 +11,7 @@
 <durable root>/_ckptkit/certified/<epoch>-<step>-<number>                         the saves that a replay came to
 <durable root>/<step>.orbax-checkpoint-tmp-e<epoch>-<attempt> a step that is written, on a disk
 <durable root>/_ckptkit/intents/e<epoch>-<attempt>-<step>                         the same, in a bucket; or it goes
-<durable root>/_ckptkit/leaving/                                                  what is no step any more, on a disk
+<durable root>/_ckptkit/leaving/                                                  steps in deletion, on a disk
 ```
 """
 

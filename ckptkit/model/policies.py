@@ -94,12 +94,13 @@ class PeerOptions:
 class FailurePolicy:
     """The consequences of failed saves. A failed save stops training only if this policy requires it.
 
-    A transient failure of a durable save (a store that does not answer, throttles or drops the connection) is tried
-    again up to `retries` times, after half to all of `retry_delay_s`, doubled each time. Any other failure, or the last
-    one, drops the step and degrades the tier. From then on no save waits for the durable tier on the step loop. After
-    `pause_after` failed saves in a row the tier is paused for `pause_s`: saves due in it fail at once. Then one save is
-    tried, without retries. If it fails too, the next pause is twice as long, up to 16 times `pause_s`. A successful
-    save ends the pause (`tier_recovered`). Forced saves and those of a preemption are tried even in a pause.
+    A failure of a durable save is transient if the store does not answer, throttles or drops the connection. Such a
+    save is tried again up to `retries` times, after half to all of `retry_delay_s`, doubled each time. Any other
+    failure, or the last one, drops the step and degrades the tier. From then on no save waits for the durable tier on
+    the step loop. After `pause_after` failed saves in a row the tier is paused for `pause_s`: saves due in it fail at
+    once. Then one save is tried, without retries. If it fails too, the next pause is twice as long, up to 16 times
+    `pause_s`. A successful save ends the pause (`tier_recovered`). Forced saves and those of a preemption are tried
+    even in a pause.
 
     Every lost save is a warning in the log and an event, on every process. `check_for_errors`, `wait_until_finished`
     and `close` raise it, once in each thread that waits. `raise_in_save` chooses the losses that the next `save` raises
@@ -208,8 +209,8 @@ class SaveOptions:
       ramdisk tier a snapshot is in flight until every tier has it, so this limits the snapshots in memory.
       host_bytes_max: the most host memory that this process's snapshots may take, ramdisk slots included. The limit
         is the least of this, `memory.max` of every control group above the process, and what the mount has free.
-      durable_busy: what a save due in the durable tier does while that tier is busy: `wait` blocks and
-        reports how long (`waited_s` of the `staged` event), `skip` leaves the step out of the durable tier. Forced
+      durable_busy: the behaviour of a save that is due in the durable tier while that tier is busy. `wait` blocks and
+        reports how long (`waited_s` of the `staged` event). `skip` leaves the step out of the durable tier. Forced
         saves and those of a preemption always wait.
       on_failure: the consequences of failed durable saves.
       replicas: the comparison of data replicas at each save; None: no comparison.

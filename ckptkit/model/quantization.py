@@ -27,8 +27,10 @@ _SMALLEST = np.float32(2.0**-100)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafError:
-    """The loss of one quantised leaf: the largest difference of an element, and the root of the mean square of all
-    differences, relative to that of the weights (0 if all weights are 0)."""
+    """The loss of one quantised leaf: the largest difference of an element, and the relative error of all.
+
+    The latter is the root of the mean square of the differences, over that of the weights (0 if all weights are 0).
+    """
 
     max_abs: float
     relative_rms: float

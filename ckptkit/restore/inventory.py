@@ -26,8 +26,10 @@ _REFUSAL_CHARS_MAX = 500  # of a reason: escaped, six bytes of JSON for each at 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """One process's report of one save: the shares that it can serve to others, and the reason why its own host alone
-    lacks its own part (None: it has it, or has not looked)."""
+    """One process's report of one save: the shares that it can serve to others.
+
+    It also has the reason why its own host alone lacks its own part (None: it has it, or has not looked).
+    """
 
     save_id: SaveId
     count: int  # how many processes wrote it

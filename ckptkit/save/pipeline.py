@@ -106,8 +106,8 @@ class SavePipeline:
 
         Waits at most as long as for other processes. A save that is due in fast tiers alone does not wait. Nor does a
         save, unless it is a `must_wait`, if early saves are skipped or the durable tier fails. The last save of a run
-        has until `last`: it waits for the writer, a little for peers and disk, and queues behind a durable save, so
-        that none costs the faster tiers. Returns an `Admission`.
+        has until `last`. It waits for the writer, and a little for peers and disk. It queues behind a durable save, so
+        that the faster tiers do not wait. Returns an `Admission`.
         """
         forced = last is not None or must_wait
         patient = self._options.durable_busy == "wait" and not self._durable_retry.failing

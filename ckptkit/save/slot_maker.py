@@ -32,8 +32,10 @@ class SlotMaker:
         self._held: Deadline | None = None
 
     def prepare(self, slot_bytes: int, share_bytes: int, transfer_bytes: int = 0) -> None:
-        """Begins to make the slots of every fast tier in the background, for saves of `slot_bytes` on this process and
-        of `share_bytes` at most on any, with `transfer_bytes` of host memory for transfers from devices.
+        """Begins to make the slots of every fast tier in the background.
+
+        A save takes `slot_bytes` on this process, `share_bytes` at most on any process, and `transfer_bytes` of host
+        memory for transfers from devices.
 
         Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
         """

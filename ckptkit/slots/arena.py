@@ -274,10 +274,10 @@ class Arena:
         return frozenset().union(*self._protected.values())
 
     def protect(self, *save_ids: SaveId, why: str = ALL) -> None:
-        """Sets the saves that are kept until the next such call for the same reason: the newest one that all processes
-        have committed here and those that a policy keeps (`ALL`), or those that others need for the reason `why`.
+        """Sets the saves that are kept until the next such call for the same reason `why`.
 
-        Others stay until their slots are needed.
+        With `ALL` they are the newest one that all processes have committed here, and those that a policy keeps. With
+        another reason they are those that others need. All other saves stay until their slots are needed.
         """
         with self._changed:
             self._protected[why] = frozenset(save_ids)

@@ -92,8 +92,10 @@ def _allowed(work: Callable[[], None]) -> None:
 
 
 def transfer_bytes(description: Description) -> int:
-    """The most host memory that transfers of a save take in addition to its slot: a window for each device, or its
-    largest box; 0 if the boxes are already in host memory. Cost: 0.1 microseconds per box."""
+    """The most host memory that transfers of a save take in addition to its slot. Cost: 0.1 microseconds per box.
+
+    It is a window for each device, or its largest box; 0 if the boxes are already in host memory.
+    """
     total, largest = Counter[Any](), Counter[Any]()
     for extent in description.extents:
         if extent.device is not None:

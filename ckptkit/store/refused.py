@@ -18,8 +18,8 @@ def is_refusal(text: str) -> bool:
     return any(word in text for word in ("PERMISSION_DENIED", "UNAUTHENTICATED")) or text.startswith("Forbidden")
 
 
-def refused(url: str, said: str, *, needs: Needed) -> StoreError:
-    """The error for a refused request to `url`; `said` is the library's text, `needs` the permission that the request
+def refused(url: str, text: str, *, needs: Needed) -> StoreError:
+    """The error for a refused request to `url`; `text` is the library's, `needs` the permission that the request
     needs.
 
     The permission and the caller that the service names take precedence over those known here. A reached quota is
@@ -27,14 +27,14 @@ def refused(url: str, said: str, *, needs: Needed) -> StoreError:
     """
     scheme, _, path = url.partition("://")
     bucket = f"{scheme}://{path.partition('/')[0]}"
-    quoted = said if len(said) <= _TEXT_MAX else f"{said[:_TEXT_MAX]} ..."
-    if "quota" in said.lower():
+    quoted = text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]} ..."
+    if "quota" in text.lower():
         return StoreError(
             f"{url}: {bucket} takes no more, a quota is reached: {quoted}\nRaise it, or delete what is not needed.",
             path=url,
         )
-    access, caller = backend_of(url).access, _CALLER.search(said)
-    named = access.named.search(said)
+    access, caller = backend_of(url).access, _CALLER.search(text)
+    named = access.named.search(text)
     missing = named[0] if named else access.permissions.get(needs, "a permission that it did not name")
     who = caller[1] if caller else identity(url)
     return StoreError(

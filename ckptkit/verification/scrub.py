@@ -312,8 +312,11 @@ class _Scrubber:
 
 
 def others_may_hold(manifests: Sequence[Manifest], host_id: str) -> bool:
-    """Whether slots of a save may be on other hosts than `host_id`: it is of several processes, and the slots of some
-    are not among `manifests`, those of every place on this host."""
+    """Whether slots of a save may be on other hosts than `host_id`.
+
+    That is so for a save of several processes if `manifests`, which are those of every place on this host, lack the
+    slots of some.
+    """
     slots = {each.writer.process for each in manifests if each.slot}
     hosts = {each.writer.process: each.writer.host for each in manifests}
     count = max((each.writer.count for each in manifests), default=1)

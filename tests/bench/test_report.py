@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from bench.everything import ENTRIES, SMALL, run_all
 from bench.everything import main as everything
-from bench.render import BEGIN, END, README_FIGURES, report, with_table
+from bench.render import BEGIN, END, README_FIGURES, readme_table, report, with_table
 from bench.row import Row
 from bench.rows import newest_results, rows_of
 
@@ -32,16 +32,37 @@ def test_readme_and_report_agree_with_the_stored_results() -> None:
 def test_hand_edited_figure_is_replaced() -> None:
     """The test above would let a changed table pass."""
     rows = [
-        Row(benchmark="stall", case="s", figure="stall_ms_per_save", meaning="m", ours=5.0, peer=20.0, peer_name="o")
+        Row(
+            benchmark="stall",
+            case="125m@1",
+            figure="stall_ms_per_save",
+            meaning="m",
+            ours=5.0,
+            peer=20.0,
+            peer_name="orbax_v1",
+        )
     ]
     written = with_table(f"before\n{BEGIN}\n| typed |\n{END}\nafter", rows)
     assert "typed" not in written
-    assert f"| {README_FIGURES['stall', 'stall_ms_per_save']}, ms | s | 5 | 20 (o) | - | - | 0.25 | 1 |" in written
+    sentence = README_FIGURES["stall", "stall_ms_per_save"]
+    assert f"| {sentence} | 1.5 GB, one process | 5 ms | 20 ms (Orbax, v1 API) | - | - | 4x better |" in written
     assert written.startswith("before\n")
     assert written.endswith("\nafter")
     assert with_table(written, rows) == written
     with pytest.raises(ValueError, match=r"README.md must have"):
         with_table("no marks", rows)
+
+
+def test_readme_table_is_in_words_and_names_the_better_side() -> None:
+    """A buyer would read `125m@1` and 0.4, and not know whether that is good."""
+    table = readme_table(rows_of(newest_results()))
+    assert not set("@_") & set(table)
+    both: dict[str, Any] = {"case": "many@1", "meaning": "m", "ours": 3.0, "peer": 2.0, "peer_name": "orbax_tuned"}
+    restore = Row(benchmark="restore", figure="restore_gbps", **both)
+    stall = Row(benchmark="stall", figure="stall_ms_per_save", **both)
+    slower, faster = readme_table([restore, stall]).splitlines()[2:]
+    assert slower.endswith("| 4,000 arrays of 16 KB | 3 ms | 2 ms (Orbax, tuned) | - | - | 1.5x worse |")
+    assert faster.endswith("| 4,000 arrays of 16 KB | 3 GB/s | 2 GB/s (Orbax, tuned) | - | - | 1.5x better |")
 
 
 def compared(ours: list[float], peers: dict[str, list[float]], figure: str, at: str) -> dict[str, Any]:

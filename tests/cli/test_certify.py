@@ -31,7 +31,7 @@ def batches(step: int, restored: Any = None) -> Iterator[jax.Array]:
 
 
 def plan(words: Sequence[str]) -> ckptkit.ReplayPlan:
-    """Of the program that `root` ran; a word is another decay."""
+    """The plan of the program that `root` ran; an argument is another decay."""
     decay = float(words[0]) if words else None
     return ckptkit.ReplayPlan(
         make_step=lambda: take_step if decay is None else lambda state, batch: {"w": state["w"] * decay + batch},
@@ -133,7 +133,7 @@ def test_watch_reports_what_it_covered(ckpt: Run, root: Path, monkeypatch: pytes
 
 
 def test_watch_ends_without_new_saves(ckpt: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that waits for the end of a job would wait for ever, or read another form of JSON."""
+    """A script that waits for the end of a job would wait without end, or read another form of JSON."""
     monkeypatch.setattr("ckptkit.cli.certify._POLL_S", 0.01)
     watch = ("certify", root, "--replay", f"{HERE}:plan", "--watch", "3")
     said = ckpt(*watch, "--idle-timeout", "0.1", "--json")

@@ -285,7 +285,7 @@ def test_process_that_was_slow_a_few_times_is_not_named() -> None:
     """A host would be replaced for one slow save."""
     times = [*parts({0: 0.1, 1: 0.1}, count=8), *parts({0: 0.1, 1: 3.0}, count=2)]
     assert stragglers.slow_processes(logged(*RUN, *times)) == []
-    assert stragglers.slow_processes(logged(*RUN, *parts({0: 0.1, 1: 3.0}, count=7))) == [], "too few to say"
+    assert stragglers.slow_processes(logged(*RUN, *parts({0: 0.1, 1: 3.0}, count=7))) == [], "too few samples"
 
 
 def test_every_rule_has_a_case_and_a_source() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import click
+from click.testing import CliRunner
 
 from ckptkit.cli.command import commands
 
@@ -58,11 +60,15 @@ def test_commands_of_metadata_import_no_library_that_they_do_not_need() -> None:
         assert not {"jax", "orbax"} & set(imported), command
 
 
-def test_help_lists_every_command_on_an_uncut_line() -> None:
-    """A command that is not listed is not found, and a truncated line does not describe it."""
-    context = click.Context(commands, terminal_width=80)
-    listed = commands.get_help(context).split("Commands:\n")[1].splitlines()
-    assert [line.split()[0] for line in listed] == commands.list_commands(context)
+def test_help_lists_every_command_once_by_task_on_an_uncut_line() -> None:
+    """Somebody with a task would read 26 lines in the order of the alphabet, or not find a command at all."""
+    shown = commands.get_help(click.Context(commands, terminal_width=80))
+    assert shown.index("Start here: `ckptkit steps ROOT`") < shown.index("Options:")
+    assert "\nRepair and maintain:\n" in CliRunner().invoke(commands, []).output, "the command alone"
+    sections = dict(re.findall(r"^(\w[\w ]*):\n((?:  .+\n?)+)", shown, re.MULTILINE))
+    assert list(sections) == ["Options", "Run", "Look", "Repair and maintain", "Convert", "Plan"]
+    listed = [line for title, lines in sections.items() if title != "Options" for line in lines.splitlines()]
+    assert [line.split()[0] for line in listed] == commands.list_commands(click.Context(commands))
     assert all(line.endswith(".") and not line.endswith("...") for line in listed)
 
 

@@ -11,7 +11,7 @@ from tests.cli.conftest import Ours, Run
 
 
 def test_saved_mesh_gives_the_bytes_of_a_device(ckpt: Run, ours: Ours) -> None:
-    """Nobody could say from a checkpoint what a device holds of it."""
+    """A checkpoint would not show what a device holds of it."""
     shown = ckpt("inspect", ours.root / "4", "--sharding")
     assert shown.code == 0
     assert "mesh data=2,fsdp=2: 4 devices" in shown.out

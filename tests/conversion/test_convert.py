@@ -249,7 +249,7 @@ def test_omitted_items_and_leaves_are_reported(ckpt: Run, ours: Ours, stock: Pat
     for to in ("orbax", "safetensors"):
         said = ckpt("convert", stock / "zarr3", tmp_path / f"z-{to}", "--to", to, "--dry-run").out
         (line,) = [line for line in said.splitlines() if "left out" in line]
-        assert line.endswith(", which are no arrays")
+        assert line.endswith(", which are not arrays")
         assert all(leaf in line for leaf in ("text (string)", "nothing (None)", "empty (Dict)"))
 
 

@@ -87,7 +87,7 @@ def test_fan_in_fan_out_of_other_shapes_is_refused(ckpt: Run, tmp_path: Path) ->
     assert (said.code, "its update [3, 2] x [2, 5], transposed by fan_in_fan_out" in said.err) == (12, True)
     config.write_text('{"lora_alpha": 4, "r": 4}')
     said = ckpt(*words)
-    assert (said.code, "has an update of rank 2, and adapter_config.json says rank 4" in said.err) == (12, True)
+    assert (said.code, "has an update of rank 2, and adapter_config.json has rank 4" in said.err) == (12, True)
     config.write_text('{"lora_alpha": 4, "r": 4, "rank_pattern": {"w": 2}}')
     assert ckpt(*words).code == 0
 

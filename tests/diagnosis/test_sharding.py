@@ -1,4 +1,4 @@
-"""What a report on a user's own state says of its layout."""
+"""The layout of a user's own state, as a report shows it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_keys_and_arrays_count_and_numbers_do_not() -> None:
 
 
 def test_state_without_a_mesh_is_refused() -> None:
-    """A report over no devices says nothing."""
+    """A report over no devices is empty."""
     with pytest.raises(ValueError, match="give the mesh"):
         sharding_report({"w": jnp.ones(4)})
     other = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))

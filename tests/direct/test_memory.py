@@ -73,7 +73,7 @@ def test_larger_tree_takes_a_larger_block_that_smaller_ones_use(blocks: list[Any
 
 
 def test_block_in_use_is_not_given_again(blocks: list[Any]) -> None:
-    """The bytes of a save on its way to storage would be those of the next one."""
+    """The bytes of a save in transfer to storage would be those of the next one."""
     kept = memory.StagingMemory()
     first = kept.take(4096)
     part = first[10:20].view(np.uint8).reshape(2, 5)

@@ -42,7 +42,7 @@ def test_command_without_a_block_is_refused(page: str) -> None:
 
 
 def test_recorded_session_is_current_and_self_contained() -> None:
-    """The README would show commands that are no more, or fetch fonts from a stranger: run `make docs-session`."""
+    """The README would show commands that no longer exist, or fetch fonts from a stranger: run `make docs-session`."""
     svg = html.unescape(SVG.read_text()).replace("\xa0", " ")
     known = dict(named_commands())
     for command in COMMANDS:

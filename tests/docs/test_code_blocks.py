@@ -43,11 +43,11 @@ def test_code_block_runs(page: str, code: str, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
 
 
-def test_the_drop_in_is_fifteen_lines() -> None:
-    """A drop-in that takes a page is none."""
+def test_drop_in_stays_short() -> None:
+    """Nobody would read a drop-in of a page."""
     (code,) = [code for page, code in blocks() if page == "README.md"]
     lines = [line for line in code.splitlines() if line.strip()]
-    assert len(lines) <= 16
+    assert len(lines) <= 14
 
 
 def test_files_named_in_the_tree_exist() -> None:

@@ -12,6 +12,7 @@ import pytest
 import ckptkit
 
 ROOT = Path(__file__).parents[2]
+CELL_WORDS_MAX = 20
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -34,7 +35,7 @@ def test_every_page_is_in_the_site_menu() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of the page may have after `#`, on GitHub and in the site."""
+    """The anchors of the page's headings, as links on GitHub and in the site have them after `#`."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
@@ -51,6 +52,23 @@ def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
             assert not anchor or anchor in anchors(target), (page.name, link)
             found += 1
     assert found > 50
+
+
+def test_every_symptom_tells_what_is_seen_and_what_survives() -> None:
+    """Somebody whose job has just died would not know whether this is the section, or what is left."""
+    symptoms = (ROOT / "docs" / "FAULTS.md").read_text().split("\n## Evidence\n")[0].split("\n## ")[1:]
+    assert len(symptoms) > 10
+    for section in symptoms:
+        assert "*You see:*" in section, section.splitlines()[0]
+        assert "*What survives:*" in section, section.splitlines()[0]
+
+
+def test_cells_of_tables_are_short() -> None:
+    """A sentence of 25 words in a narrow column is read twice."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+        long = [cell.strip() for row in rows for cell in row.split("|") if len(cell.split()) > CELL_WORDS_MAX]
+        assert not long, (page.name, long)
 
 
 @pytest.mark.slow

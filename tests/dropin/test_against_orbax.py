@@ -1,6 +1,6 @@
 """Our manager and stock Orbax's side by side: the same random legal calls, the same answers.
 
-What differs is what `docs/departures.md` lists: nothing here rolls back, fails, or asks for a cast.
+The differences are those of `docs/departures.md`: nothing here rolls back, fails, or asks for a cast.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ construct: Any = ocp.checkpoint_utils.construct_restore_args
 
 
 def make_manager(path: Path, source: str) -> Any:
-    """Steps are restored from `source`: of the ramdisk where there is one, beside an older durable step."""
+    """Steps are restored from `source`: of the ramdisk where there is one, next to an older durable step."""
     tiers = [ckptkit.Tier.ram(str(path / "ram"))] if source == "ram" else []
     options = ocp.CheckpointManagerOptions(save_interval_steps=100 if source == "ram" else 1)
     return ckptkit.CheckpointManager(path / "run", options=options, tiers=tiers, host_id="host")

@@ -283,8 +283,8 @@ def test_cleanup_recognises_its_own_intent() -> None:
 
 
 def test_late_record_of_a_fenced_run_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that wakes up puts what it still had to, under a name that the newer run with fewer processes has not
-    taken: a step that is committed would be damaged by it."""
+    """A process that wakes up puts its last record, under a name that the newer run with fewer processes has not
+    taken. It would damage a committed step."""
     with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)

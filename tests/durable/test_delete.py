@@ -258,12 +258,12 @@ def test_unannounced_deletion_deletes_nothing(tmp_path: Path, monkeypatch: pytes
     """A deletion without a notice would be undone by a repair."""
 
     def refused(*_: Any) -> None:
-        raise ckptkit.StoreError("no room for a word")
+        raise ckptkit.StoreError("the disk is full")
 
     with make_manager(tmp_path) as manager:
         save(manager, 1, 1)
         monkeypatch.setattr(leases.PruneGuard, "announce", refused)
-        with pytest.raises(ckptkit.StoreError, match="no room for a word"):
+        with pytest.raises(ckptkit.StoreError, match="the disk is full"):
             manager.delete(1)
         monkeypatch.undo()
         assert restored(manager) == 1

@@ -1,4 +1,4 @@
-"""Where pieces of an item end, and how many may be on their way: for any shapes, with any profile, without a byte."""
+"""Where pieces of an item end, and how many may be in flight: for any shapes, with any profile, without a byte."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_without_a_marker_nobody_knows_whose_sidecars_are_late(marked: SaveId | 
         ({0: sidecar(0, 2)}, "processes 0 and saves 4@2.1, expected processes 0, 1 and one save"),
         ({0: sidecar(0, 1), 1: sidecar(1, 2)}, "processes 0, 1 and saves 4@2.1, expected processes 0 and one save"),
         ({0: sidecar(0, 10**17)}, "expected processes 0, 1, 2, 3, 4, 5, 6, 7 and 99999999999999992 more"),
-        ({0: sidecar(1, 2), 1: sidecar(1, 2)}, "the sidecar of process 0 says that process 1 wrote it"),
+        ({0: sidecar(1, 2), 1: sidecar(1, 2)}, "the sidecar of process 0 names process 1 as its writer"),
     ],
 )
 def test_an_item_without_all_sidecars_of_one_save_is_incomplete(found: dict[int, Manifest], why: str) -> None:

@@ -1,4 +1,4 @@
-"""A leaf that several processes hold, and that is large beside the others: each writes some of its rows."""
+"""A leaf that several processes hold, and that is large next to the others: each writes some of its rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCh
 
 
 def make_tree(value: np.ndarray, cell: tuple[int, ...], process: int, monkeypatch: pytest.MonkeyPatch) -> HostTreeSave:
-    """What one of two processes writes, which both hold all of `value`."""
+    """The part that one of two processes writes, which both hold all of `value`."""
     box = Box.whole(value.shape)
     digests = tuple(digest_of(np.ascontiguousarray(value[each.slices()])) for each in cells_of(box, cell))
     leaf = LeafRecord(

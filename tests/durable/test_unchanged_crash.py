@@ -34,13 +34,13 @@ def _open(root: str) -> Any:
     return ckptkit.CheckpointManager(root, options=options)
 
 
-def run(root: str, say: Callable[[int], None]) -> None:
-    """Saves; `say` gets each step once it is committed."""
+def run(root: str, report: Callable[[int], None]) -> None:
+    """Saves; `report` gets each step once it is committed."""
     with _open(root) as manager:
         for step in range(1, _STEPS + 1):
             manager.save(step, args=ocp.args.StandardSave(_state(step)))  # pyright: ignore[reportCallIssue]
             manager.wait_until_finished()
-            say(step)
+            report(step)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def small_leaves_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Judge:
-    """What a crash left is proven, and as new as was promised; every few states it is restored, and the run goes on."""
+    """The files after a crash are proven, and as new as promised. Some states are restored, and the run continues."""
 
     def __init__(self) -> None:
         self.states = self.restored = 0

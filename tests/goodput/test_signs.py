@@ -244,7 +244,7 @@ def steps_after(first: int, at_s: float) -> list[Event]:
 
 
 def test_unknown_span_name_is_a_warning_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Breaks when a misspelt span is counted without a word."""
+    """Breaks when a misspelt span is counted without a warning."""
     log = EventLog.for_run(tmp_path)
     log.record(Event.span("stpe\n\x1b[2J", start_s=0.0, end_s=5.0))
     log.close()
@@ -322,7 +322,7 @@ def test_step_of_a_save_that_a_loss_cut_off_is_in_the_log(tmp_path: Path) -> Non
 
 
 def test_save_that_announces_its_call_is_one_stride() -> None:
-    """Breaks when the wait of a save for its own step is no part of the step."""
+    """Breaks when the wait of a save for its own step is not a part of the step."""
     restored, done = at(Kind.RESTORED, 10.0, step=4), save(5, 13.0, 14.0)
     begun = at(Kind.CALLED, 12.0, step=5, call="save")
     assert strides_of([restored, begun, done]) == strides_of([restored, done])

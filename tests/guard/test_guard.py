@@ -188,7 +188,7 @@ def test_batches_after_the_alarm_are_skipped_where_asked(tmp_path: Path) -> None
 
 
 def test_saves_to_keep_reach_back_before_any_onset() -> None:
-    """A tier would give up the save that a rollback needs."""
+    """A tier would release the save that a rollback needs."""
     guard = Guard([Spike(patience=4)], policy=GuardPolicy(margin_steps=6, lag_steps=2))
     assert guard.reach_steps == 9
     for every in range(1, 15):

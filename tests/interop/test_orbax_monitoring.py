@@ -18,7 +18,7 @@ from ckptkit.durable.orbax.monitoring import NOT_TOLD
 from tests.forked import run_forked
 
 ORBAX = Path(ocp.__file__).parent
-# What Orbax tells of saves and restores stands below these; the parts of it that a manager does not use, elsewhere.
+# Orbax's names of saves and restores begin with these; those that a manager does not use begin otherwise.
 PREFIXES = ("/jax/orbax/write/", "/jax/orbax/read/", "/jax/checkpoint/write/", "/jax/checkpoint/read/")
 ELSEWHERE = ("experimental", "testing", "layout")
 
@@ -27,11 +27,11 @@ import sys, jax.numpy as jnp, orbax.checkpoint as ocp
 from jax import monitoring
 import ckptkit
 seen = set()
-def hear(kind):
+def record(kind):
     return lambda name, *values, **labels: seen.add((kind, name, *sorted(labels.items())))
-monitoring.register_event_listener(hear("event"))
-monitoring.register_event_duration_secs_listener(hear("duration"))
-monitoring.register_scalar_listener(hear("scalar"))
+monitoring.register_event_listener(record("event"))
+monitoring.register_event_duration_secs_listener(record("duration"))
+monitoring.register_scalar_listener(record("scalar"))
 kind, root, asynchronous = sys.argv[1:]
 options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=asynchronous == "async")
 state = {"w": jnp.zeros((64, 64))}
@@ -69,7 +69,7 @@ def test_saves_and_restores_tell_what_orbax_tells(tmp_path: Path, asynchronous: 
 
 
 def names_in_the_source() -> set[str]:
-    """Every name below the prefixes that stands in Orbax's source."""
+    """Every name below the prefixes in Orbax's source."""
     found: set[str] = set()
     for path in sorted(ORBAX.rglob("*.py")):
         if not set(ELSEWHERE).isdisjoint(path.relative_to(ORBAX).parts):
@@ -81,7 +81,7 @@ def names_in_the_source() -> set[str]:
 
 
 def test_every_name_of_orbax_is_told_or_has_its_reason() -> None:
-    """Breaks when an Orbax tells more than we know of, or a reason is left for a name that is gone."""
+    """Breaks when an Orbax tells more than we know of, or a reason is left for a name that no longer exists."""
     ours = (Path(ckptkit.__file__).parent / "durable" / "orbax" / "monitoring.py").read_text()
     told = {name for name in names_in_the_source() if f'"{name}"' in ours.split("}", 1)[1] or _made(name, ours)}
     names = {name for name in names_in_the_source() if not is_inside(name) and "/read/async/" not in name}
@@ -100,16 +100,16 @@ def _made(name: str, source: str) -> bool:
 def heard() -> Iterator[list[tuple[str, dict[str, Any]]]]:
     names: list[tuple[str, dict[str, Any]]] = []
 
-    def hear(*told: Any, **labels: Any) -> None:
+    def record(*told: Any, **labels: Any) -> None:
         names.append((told[0], labels))
 
-    monitoring.register_event_listener(hear)
-    monitoring.register_event_duration_secs_listener(hear)
-    monitoring.register_scalar_listener(hear)
+    monitoring.register_event_listener(record)
+    monitoring.register_event_duration_secs_listener(record)
+    monitoring.register_scalar_listener(record)
     yield names
-    monitoring.unregister_event_listener(hear)
-    monitoring.unregister_event_duration_listener(hear)
-    monitoring.unregister_scalar_listener(hear)
+    monitoring.unregister_event_listener(record)
+    monitoring.unregister_event_duration_listener(record)
+    monitoring.unregister_scalar_listener(record)
 
 
 def test_events_of_ours_are_told_beside(tmp_path: Path, heard: list[tuple[str, dict[str, Any]]]) -> None:

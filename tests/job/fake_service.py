@@ -66,13 +66,13 @@ class FakeJob:
             monkeypatch.setattr(coordination, "_instances", iter([0]))
             self.processes.append(make_coordinator())
 
-    def all(self, say: Callable[[Any], Any], absent: tuple[int, ...] = ()) -> list[Any]:
-        """The result or error of `say(coordinator)` on every process."""
+    def all(self, call: Callable[[Any], Any], absent: tuple[int, ...] = ()) -> list[Any]:
+        """The result or error of `call(coordinator)` on every process."""
         self.service.gone = set(absent)
 
         def speak(coordinator: Any) -> Any:
             try:
-                return say(coordinator)
+                return call(coordinator)
             except Exception as error:  # noqa: BLE001  the error is the answer
                 return error
 

@@ -106,7 +106,7 @@ def test_trace_does_not_run_beside_the_first_step(tmp_path: Path, monkeypatch: p
 
 
 def test_changed_program_is_never_saved_and_compiled_at_the_next_start(tmp_path: Path) -> None:
-    """A state of the old program would be trained on and saved, or every other start would fail for ever."""
+    """A state of the old program would be trained on and saved, or every other start would fail without end."""
     program_of(2.0, tmp_path / "cache")
     stale = program_of(3.0, tmp_path / "cache")
     assert stale.origin == "loaded"

@@ -377,7 +377,7 @@ def test_process_0_publishes_without_a_barrier(job: FakeJob, monkeypatch: pytest
 
 @pytest.mark.parametrize("left_s", [0.1, 0.8, 1.8, 3.8, 5.0])
 def test_short_wait_ends_soon_after_process_0_has_left(left_s: float) -> None:
-    """The writer of one process would stand in a dead exchange, and lose the saves that the others make meanwhile."""
+    """The writer of one process would wait in a dead exchange, and lose the saves that the others make meanwhile."""
     exchange = meeting.Meetings("job", 1, 2).agree("commit", 1, lambda _: None, timeout_s=3.0, about="2", order=float)
     now_s = 0.0
 

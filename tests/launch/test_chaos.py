@@ -27,7 +27,7 @@ from ckptkit.launch.status import write_status
 from ckptkit.util.clock import time_text
 from tests.mounts import Mounts
 
-# A job that counts to 40 in a file, goes on from there, and says at its end what it has counted: its "state".
+# A job that counts to 40 in a file, continues from there, and prints at its end what it has counted: its "state".
 COUNTS = """
 import os, sys, time
 from pathlib import Path
@@ -286,7 +286,7 @@ def test_processes_that_are_not_of_the_job_are_left_alone(tmp_path: Path) -> Non
 def test_file_that_is_no_status_of_a_running_job_is_refused(
     text: str | None, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The command would wait for ever, or end with a traceback."""
+    """The command would wait without end, or end with a traceback."""
     if text is not None:
         (tmp_path / "status.json").write_text(text)
     assert main(["chaos", "--attach", str(tmp_path / "status.json")]) == 2

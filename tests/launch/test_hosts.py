@@ -105,7 +105,7 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
 
 
 def test_worker_lost_on_one_host_restarts_all_hosts(agents: Agents) -> None:
-    """Workers of the other hosts would wait in a collective for one that is gone."""
+    """Workers of the other hosts would wait in a collective for a lost one."""
     for rank in range(3):
         agents.start(rank)
     first = agents.wait_up(0, 6)
@@ -375,7 +375,7 @@ def test_messages_that_were_changed_or_sent_again_end_the_connection() -> None:
 
 
 def test_silent_connection_is_lost_and_a_pinged_one_is_not() -> None:
-    """A host that lost its power would be waited for, or one with nothing to say be given up."""
+    """The others would wait for a host that lost its power, or drop one that has nothing to report."""
     ends = Ends(silence_s=3.0)
     ends.client.start(lambda message: None, lambda error: None)  # pings from now on
     time.sleep(6.0)

@@ -77,7 +77,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
 
 
 def test_successful_job_exits_0_with_placeholders_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks when a placeholder is not replaced, other braces are, or the devices do not reach XLA beside its flags."""
+    """Breaks when a placeholder is not replaced, other braces are, or XLA does not get the devices with its flags."""
     level = "--xla_backend_optimization_level=1"
     monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=4 {level}")
     spy = Spy()

@@ -239,7 +239,7 @@ def test_failures_look_like_those_of_a_cold_start(tmp_path: Path) -> None:
 
 
 def test_exit_handlers_run_in_workers_and_not_in_the_template(tmp_path: Path) -> None:
-    """What a library flushes at its end would be lost, or written twice."""
+    """The output that a library flushes at its end would be lost, or written twice."""
     write(tmp_path / "heavy.py", "import atexit\natexit.register(lambda: print('ended', flush=True))")
     job = Job([PYTHON, write(tmp_path / "s.py", "import heavy")], processes=2, warm=WarmStart(preload=("heavy",)))
     assert job.run() == ExitCode.OK
@@ -475,7 +475,7 @@ def test_jax_finds_the_job_without_arguments(tmp_path: Path) -> None:
 
 
 def test_nested_run_keeps_its_own_job(tmp_path: Path) -> None:
-    """A script that launches processes itself would meet the outer job's coordinator, or outlive it."""
+    """A script that launches processes itself would reach the outer job's coordinator, or outlive it."""
     inner = write(
         tmp_path / "inner.py",
         "import os\nprint('inner', os.environ['CKPTKIT_PROCESS'], os.environ['CKPTKIT_PROCESSES'])",

@@ -72,7 +72,7 @@ def without_numbers(line: str) -> str:
 
 
 def test_rejected_candidate_and_fallback_are_warnings(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
-    """Breaks when a run goes back by steps, and its log does not say why."""
+    """Breaks when a run goes back by steps, and its log has no reason."""
     with ckptkit.CheckpointManager(tmp_path / "root", options=OPTIONS) as manager:
         for step in (2, 4):
             manager.save(step, args=ocp.args.StandardSave(STATE))

@@ -27,7 +27,7 @@ def _labels(params: Any) -> Any:
     return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params)
 
 
-# What guides and papers chain, wrap and nest. Shampoo and SOAP are in no package that this one depends on.
+# Optimizers that guides and papers chain, wrap and nest. Shampoo and SOAP are in no package that this one depends on.
 FAMILIES: dict[str, Callable[[], optax.GradientTransformation]] = {
     "clip, schedule, apply_every": lambda: optax.chain(
         optax.clip_by_global_norm(1.0),

@@ -61,7 +61,7 @@ def test_slow_bucket_does_not_delay_the_faster_tiers(
 
     monkeypatch.setattr(DurableSteps, "save", slowly)
     try:
-        assert manager.save(1, args=args_of(1), force=True)  # still on its way to the bucket
+        assert manager.save(1, args=args_of(1), force=True)  # still in flight to the bucket
         last = manager.save_last(2, args_of(2), grace_s=5.0)
         assert (last.tiers, last.unfinished) == (("ram", "ssd"), ("durable",))
     finally:
@@ -90,7 +90,7 @@ def test_existing_step_is_only_waited_for(manager: ckptkit.CheckpointManager) ->
 
 
 def test_step_skipped_as_too_early_is_saved_at_preemption(tmp_path: Path) -> None:
-    """Breaks when the last step counts as saved because a save of it is on its way that is then dropped."""
+    """Breaks when the last step counts as saved because a save of it is in flight, and is then dropped."""
     go_on, held = threading.Event(), threading.Event()
 
     def hold(event: ckptkit.Event) -> None:

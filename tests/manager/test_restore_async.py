@@ -55,7 +55,7 @@ def held(tmp_path: Path) -> Iterator[Held]:
 def test_slots_are_made_after_the_step_that_follows_a_restore(
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages of slots would be faulted in beside the restore and the first step, which take a third longer then."""
+    """Pages of slots would be faulted in during the restore and the first step, which then take a third longer."""
     monkeypatch.setattr(save, "_RESTORE_FOLLOWS_S", 60.0)
     monkeypatch.setattr(restore, "_FIRST_STEP_S", 60.0 if ends == "a call of the loop" else 0.0)
     made: list[int] = []

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees of saves that take long: bytes, rate, and the time that is left."""
+"""The display of long saves on a terminal: bytes, rate, and the time that is left."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_wait_for_saves_shows_the_time_left(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_save_that_waits_for_the_one_before_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks when a notebook stands still in `save`, and nothing tells why."""
+    """Breaks when a notebook waits in `save`, and nothing shows why."""
     terminal = watched(monkeypatch)
     saves = Saves()
     with RunAccount(EventLog(), progress=True).saving(2, saves.under_way):

@@ -66,7 +66,7 @@ class Worker:
         from tests.multiprocess.collectives import programs_with_collectives, sent_bytes
 
         sent, programs = sent_bytes(self._coordinator), programs_with_collectives(self._dump)
-        for _ in range(100):  # the last words of the collective before may still be on their way
+        for _ in range(100):  # the last words of the collective before may still be in flight
             time.sleep(0.05)
             before, sent = sent, sent_bytes(self._coordinator)
             if sent == before:

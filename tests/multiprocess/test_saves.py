@@ -127,8 +127,8 @@ def test_differing_replicas_are_named_and_the_save_dropped(found: list[dict[str,
 
 
 def test_process_0_decides_which_steps_are_deleted(found: list[dict[str, Any]]) -> None:
-    """Clocks differ by milliseconds: by `keep_time_interval` one process would delete a step that another keeps, and
-    wait for it at a barrier that it does not join, at that save and at every later one."""
+    """Clocks differ by milliseconds. By `keep_time_interval` one process would delete a step that another keeps, and
+    wait at a barrier that the other does not join, at that save and every later one."""
     for process in found:
         assert process["policies"] == {"steps": [3], "failures": []}
 

@@ -60,7 +60,7 @@ def test_files_of_every_process_are_given_back_to_the_handler(size: str, found: 
         assert said[f"{size}, ram"] == said[f"{size}, ram alone"] == notes[1]
         assert said[f"{size}, flushed"] == [notes[1], "proven"], "by a close without another save"
         assert said[f"{size}, flushed state"]
-        assert said[f"{size}, a host is lost"] == [notes[0], 0], "what one process wrote is gone: the step is not whole"
+        assert said[f"{size}, a host is lost"] == [notes[0], 0], "the share of one process is lost"
         assert said[f"{size}, durable"] == notes[0]
 
 
@@ -72,7 +72,7 @@ def test_close_does_not_wait_for_a_process_that_ends_with_an_error(found: list[d
 
 
 def test_replicated_keys_and_arrays_are_held_by_each_tier(found: list[dict[str, Any]]) -> None:
-    """A random key beside the state kept every step of the job out of the ramdisk."""
+    """A random key next to the state kept every step of the job out of the ramdisk."""
     for process in found:
         assert "whole_values" not in process, process["whole_values"]
         expected = {"tiers": ["durable", "ram"], "ram": [True, True], "durable": [True, True]}

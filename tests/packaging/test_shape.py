@@ -1,6 +1,6 @@
 """The shape that keeps objects graspable: constructors of at most 8 arguments, records of at most 8 fields.
 
-What grows beyond that is composed of objects that travel together.
+A larger one is composed of objects that travel together.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class Job:
         self.found["go_on_after_a_loss"]["first"] = first
 
     def save_last(self) -> None:
-        """A preemption while the copy of the step before is still on its way, and time enough for all tiers."""
+        """A preemption while the copy of the step before is still in flight, and time enough for all tiers."""
         with self.manager("last", **self.copying()) as manager, slow_copies(lambda: time.sleep(0.5)):
             manager.save(1, args=save_args(make_state(1, True)))
             last = manager.save_last(2, save_args(make_state(2, True)), grace_s=120.0)

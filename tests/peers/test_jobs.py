@@ -147,7 +147,7 @@ def test_copies_are_made_again_after_a_loss(found: list[dict[str, Any]]) -> None
 
 
 def test_last_save_is_copied_to_other_hosts(found: list[dict[str, Any]]) -> None:
-    """A preempted job would lose the step with the first host, because the copy before was still on its way."""
+    """A preempted job would lose the step with the first host, because the copy before was still in flight."""
     for process in found:
         assert process["save_last"] == {"tiers": ["ram", "peer", "durable"], "unfinished": [], "left_out": {}}
     first, second = act(found, "restore_last")

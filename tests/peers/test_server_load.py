@@ -37,7 +37,7 @@ def test_stalled_client_is_disconnected_and_others_are_served(server: PeerServer
 
 
 def wait_until_cut(connection: socket.socket) -> None:
-    """Reads what was on its way, until the server has ended the connection."""
+    """Reads the bytes in flight, until the server has ended the connection."""
     connection.settimeout(60)
     try:
         while connection.recv(1 << 20):

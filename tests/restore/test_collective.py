@@ -36,11 +36,11 @@ def test_room_for_the_result_is_taken_before_the_launch(monkeypatch: pytest.Monk
         del reserved
         received = gather(sent)
         assert (received == window).all()
-    assert freed == [True] * 3, "what is reserved would stand beside the result"
+    assert freed == [True] * 3, "the reserved memory would be held in addition to the result"
 
 
 def test_a_device_without_room_is_known_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vote would say that all are ready, and one process would raise in the collective."""
+    """The vote would be that all are ready, and one process would raise in the collective."""
     gather = AllGather(((0,),), WIDTH, links_of(1), 0)
     put, launches = jax.device_put, []
 

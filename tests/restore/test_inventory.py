@@ -153,7 +153,7 @@ def test_inventory_of_ten_thousand_processes_is_gathered() -> None:
                     count=count,
                     shares=((process, f"{process:016x}"),),
                     tiers=("ram", "ssd"),
-                    refusal=None if process != lost else "the slots of the save are gone",
+                    refusal=None if process != lost else "the slots of the save are missing",
                 ).to_json()
                 for save in saves
                 if process != lost or save != saves[-1]

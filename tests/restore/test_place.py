@@ -24,7 +24,7 @@ from tests.states import abstract, assert_same, make_state, mesh
 
 @pytest.fixture
 def puts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Any]]]:
-    """What each call of `jax.device_put` was given, on devices that pass for accelerators."""
+    """The arguments of each call of `jax.device_put`, on devices that pass for accelerators."""
     found: list[list[Any]] = []
     put = jax.device_put
 
@@ -82,7 +82,7 @@ def test_each_block_crosses_to_the_devices_once(puts: list[list[Any]]) -> None:
 
 
 def test_batches_bound_the_blocks_that_are_under_way(puts: list[list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole state would be in host memory at once, beside the slot."""
+    """The whole state would be in host memory at once, in addition to the slot."""
     monkeypatch.setattr(place, "BATCH_BYTES", 1000)
     waited: list[Any] = []
     monkeypatch.setattr(jax, "block_until_ready", waited.append)

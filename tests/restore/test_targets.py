@@ -56,7 +56,7 @@ def test_arrays_as_templates_share_forms_too() -> None:
 
 
 def test_leaf_that_is_asked_for_twice_hides_no_other() -> None:
-    """A tree without a leaf that was saved would be restored without a word of it."""
+    """A tree without a leaf that was saved would be restored without a message."""
     stored = [
         LeafRecord(path=(name,), keys="d", kind="jax", shape=(8, 8), dtype="float32", cell=(8, 8)) for name in "ab"
     ]

@@ -1,4 +1,4 @@
-"""Saves that come too early, and saves for which there is no memory: skipped or waited for, and always reported."""
+"""Saves that come too early, and saves without memory for them: skipped or waited for, and always reported."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Job:
         return self.manager.save(step, args=ocp.args.StandardSave({**STATE, "step": step}), **kwargs)  # pyright: ignore[reportCallIssue]
 
     def hold_step_1(self, gate: Gate) -> None:
-        """Step 0 is saved, and step 1 on its way until `gate` opens."""
+        """Step 0 is saved, and step 1 is in flight until `gate` opens."""
         self.save(0)
         self.manager.wait_until_finished()
         self.save(1)

@@ -184,7 +184,7 @@ def test_copy_is_complete_in_any_fill_order(
 
 
 def copied_again(arena: Arena, source: Source, save: SaveId) -> tuple[bytes, int]:
-    """What the slot holds after a copy of all of `source`, and how many bytes of it were not written."""
+    """The content of the slot after a copy of all of `source`, and how many bytes of it were not written."""
     copy = DiskCopy(source.slot, source.extents, source.size, arena)
     for extent in source.extents:
         for start, stop in extent.cells:

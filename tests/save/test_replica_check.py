@@ -26,7 +26,7 @@ NAME = "0.5.0"
 
 @final
 class Alike:
-    """Process 0 of many that hold the same, but for the last one where it is `differing`."""
+    """Process 0 of many that hold the same, except the last one if it is `differing`."""
 
     process = 0
     count = COUNT

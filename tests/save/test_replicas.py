@@ -164,7 +164,7 @@ def test_many_differences_are_those_of_nondeterministic_kernels(tmp_path: Path) 
     "fields", [{"reported_max": 0}, {"reported_max": 8}, {"reported_max": 3, "on_difference": "stop"}]
 )
 def test_threshold_that_cannot_be_applied_is_refused(fields: Any) -> None:
-    """A save would be refused for what the policy says is expected, or nothing would ever be left out."""
+    """A save would be refused for differences that the policy expects, or nothing would ever be left out."""
     with pytest.raises(ValueError, match=r"reported_max"):
         ReplicaPolicy(**fields)
 

@@ -68,7 +68,7 @@ def test_slowdown_until_the_commit_counts_as_cost(now: SimpleNamespace) -> None:
     for _ in range(2):
         events.emit(Kind.SPAN, span="step", duration_s=1.5)
     events.emit(Kind.COMMITTED, step=1, tier="durable", bytes=1, duration_s=4.0)
-    events.emit(Kind.SPAN, span="step", duration_s=1.5)  # it began while the save was on its way
+    events.emit(Kind.SPAN, span="step", duration_s=1.5)  # it began while the save was in flight
     assert best.interval_s("durable") == pytest.approx(float(daly_s(1.5, 7200.0)), rel=1e-6)
     assert best.interval_s("durable") > free_s
 

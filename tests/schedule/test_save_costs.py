@@ -123,7 +123,7 @@ def test_vetoed_save_counts_as_finished(kind: Kind, staged: str) -> None:
 
 
 def test_saves_without_an_end_event_are_dropped() -> None:
-    """A log that lacks an end must not grow the state for ever, nor keep steps from being quiet."""
+    """A log that lacks an end must not grow the state without a limit, nor keep steps from being quiet."""
     loop = Loop("ram")
     for save in range(1000):
         loop.stage(save, "ram", "elsewhere")

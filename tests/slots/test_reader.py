@@ -20,7 +20,7 @@ SHAPES = [(0,), (3,), (8, 8), (16,)]
 
 
 def manifest_of(offsets: list[int], shapes: list[tuple[int, ...]]) -> Manifest:
-    """A leaf of one box at each offset, of float32 and of int16 by turns."""
+    """A leaf of one box at each offset, alternating between float32 and int16."""
     leaves = [
         LeafRecord(
             path=(str(number),),

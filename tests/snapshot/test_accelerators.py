@@ -221,7 +221,7 @@ def test_other_errors_of_a_copy_are_raised(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_pinned_memory_is_counted_and_bounded() -> None:
-    """The container would be killed: the copies in pinned memory are a second snapshot beside the slots."""
+    """The container would be killed: the copies in pinned memory are a second snapshot in addition to the slots."""
     host = HostMemory(bytes_max=9 * PIECE)
     allocator = Allocator(4 * PIECE)
     run = Run(4 * PIECE, 4, Stager(host, allocator))
@@ -317,7 +317,7 @@ def test_transfers_stay_within_the_window(monkeypatch: pytest.MonkeyPatch) -> No
 def test_prepare_counts_the_host_memory_of_transfers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract_leaves: bool
 ) -> None:
-    """`prepare` would say that a run fits, and the container would be killed at its first save."""
+    """`prepare` would report that a run fits, and the container would be killed at its first save."""
     monkeypatch.setattr(opening, "is_accelerator", lambda device: True)
     state = pieces(8)
     args = ocp.args.StandardSave(abstract(state) if abstract_leaves else state)  # pyright: ignore[reportCallIssue]
@@ -333,7 +333,7 @@ def test_prepare_counts_the_host_memory_of_transfers(
 
 
 def test_failed_transfer_ends_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread of the saves would wait for ever for a transfer that has failed."""
+    """The thread of the saves would wait without end for a transfer that has failed."""
     monkeypatch.setattr(copying, "WINDOW_BYTES", PIECE)
     monkeypatch.setattr(copying, "copy_threads", lambda nbytes: 4)
 

@@ -79,7 +79,7 @@ def assert_account_agrees_with_one_made_by_hand(root: Path, last: dict[str, Any]
 @pytest.mark.long
 @pytest.mark.parametrize("name", WITHOUT_MANAGER)
 def test_killed_stranger_without_a_manager_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    """Trainers that save a tree at a path would resume from what a disk has changed, and not say so."""
+    """Trainers that save a tree at a path would resume from what a disk has changed, and not report it."""
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed: make strangers")
     script = Path(__file__).with_name(WITHOUT_MANAGER[name])

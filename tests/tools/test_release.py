@@ -1,4 +1,4 @@
-"""What `make release` refuses to build."""
+"""The trees that `make release` refuses to build."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REFUSED: dict[str, Change] = {
 def test_tree_that_must_not_be_released_is_refused(
     tree: Path, tmp_path_factory: pytest.TempPathFactory, reason: str
 ) -> None:
-    """What is published could not be built again, would have no notes, or would be another 0.3.0."""
+    """The published files could not be built again, would have no notes, or would be another 0.3.0."""
     assert not refusals(tree)
     REFUSED[reason](tree)
     (found,) = refusals(tree)

@@ -108,7 +108,7 @@ def test_guarded_run_ends_like_a_clean_one(root: Path, guarded: tuple[LoopState,
 
 
 def test_skipped_records_are_read_by_no_kept_step(root: Path, guarded: tuple[LoopState, list]) -> None:
-    """The position would say that records were skipped, and the model have seen them."""
+    """The position would skip records that the model has seen."""
     skips = guarded[0].position.skips
     order = shuffled_ids(RECORDS, seed=0)
     left_out = {order[p] for first, stop in skips.ranges for p in range(first * BATCH, stop * BATCH)}
@@ -142,7 +142,7 @@ def test_run_killed_within_a_rollback_comes_to_the_same_bits(
 def test_run_that_knew_the_skips_from_the_start_has_the_same_bits(
     root: Path, guarded: tuple[LoopState, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a run becomes would depend on which save served the rollback."""
+    """The end of a run would depend on which save served the rollback."""
     skips = guarded[0].position.skips
     alarm = Alarm(rule="known", signal="loss", step=0, onset=0, value=0.0, limit=0.0)
     known = [Rollback(alarm=alarm, first_step=0, first_batch=a, stop_batch=b) for a, b in skips.ranges]

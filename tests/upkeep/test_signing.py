@@ -302,7 +302,7 @@ def forged(body: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", TAMPERED)
 def test_tampered_step_is_refused(name: str, run: Path, keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
-    """What somebody else wrote would be restored as what was signed."""
+    """Bytes of somebody else would be restored as the signed ones."""
     tamper, said = TAMPERED[name]
     tamper(run / "2")
     with pytest.raises(UntrustedStepError, match=said):
@@ -398,7 +398,7 @@ def test_missing_package_is_named(signed_run: Path, keys: Keys, monkeypatch: pyt
 
 
 def test_the_package_itself_accepts_a_signed_step(run: Path, keys: Keys) -> None:
-    """Who does not have ckptkit could not check a step."""
+    """Somebody without ckptkit could not check a step."""
     config = verifying.Config().use_elliptic_key_verifier(public_key=keys.public)
     config.verify(run / "2", run / "2" / "ckptkit.sig")
     flip(run / "2")
@@ -421,7 +421,7 @@ def test_stock_orbax_restores_a_signed_step(signed_run: Path) -> None:
 
 
 def test_damaged_step_is_not_signed(run: Path, keys: Keys) -> None:
-    """A signature would say that the damage is what somebody wanted."""
+    """A signature would confirm the damage."""
     flip(run / "3")
     with pytest.raises(CorruptCheckpointError, match=r"is damaged and is not signed: .*leaf state:w"):
         sign(str(run / "3"), keys.private)

@@ -14,7 +14,7 @@ from ckptkit.util.heartbeat import Beats
 
 @pytest.fixture
 def beats(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Beats | None]]:
-    """What the agent reads of this process, which is a worker now."""
+    """The marker of this process, which is a worker now, as the agent reads it."""
     monkeypatch.setattr(heartbeat, "_marker", None)
     fd = os.memfd_create("beats")
     os.ftruncate(fd, heartbeat.BYTES)

@@ -1,4 +1,4 @@
-"""Waits that say what they wait for, and log lines that reach a stream."""
+"""Waits that name what they wait for, and log lines that reach a stream."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_log_to_takes_a_stream(logger: logging.Logger) -> None:
 
 
 def test_long_wait_says_what_it_waits_for(quick: None, caplog: pytest.LogCaptureFixture) -> None:
-    """Breaks when a job that hangs in a restore says nothing."""
+    """Breaks when a job that hangs in a restore logs nothing."""
     caplog.set_level(logging.INFO, logger="ckptkit")
     heard = threading.Event()
     with told(lambda: heard.set() or "restore waits for process 3", show=False):
@@ -94,7 +94,7 @@ class Terminal(io.StringIO):
 def test_terminal_shows_progress_unless_it_is_off(
     quick: None, show: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Breaks when a person looks at a terminal that stands still, or `progress=False` shows it all the same."""
+    """Breaks when a person looks at a terminal without progress, or `progress=False` shows it all the same."""
     caplog.set_level(logging.INFO, logger="ckptkit")
     terminal, asked = Terminal(), threading.Event()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -34,12 +34,12 @@ def explain(
 ) -> SaveForecast:
     """Estimates the cost of saving `args` to the durable root: files, requests, bytes, peak memory. No I/O.
 
-    The estimate is for a state that has changed everywhere but in the leaves that match a pattern of `unchanged`
-    (`["base.*"]`): those have the bytes of the two saves before, and are not written again (`shared_bytes`).
+    Leaves that match a pattern of `unchanged` (`["base.*"]`) have the bytes of the two saves before, and are not
+    written again (`shared_bytes`). The estimate takes all other leaves as changed.
     `args` are those of `CheckpointManager.save` (`StandardSave`, `PyTreeSave`, `JsonSave`, `Composite`) or a tree;
-    leaves may be abstract (`jax.ShapeDtypeStruct`), with the shardings that they will have. `processes`: of how many
-    the job will be (default: this one's). Raises TypeError for an item that is neither arrays nor JSON: Orbax writes
-    it, as it likes.
+    leaves may be abstract (`jax.ShapeDtypeStruct`), with the shardings that they will have. `processes` is the number
+    of processes of the job (default: this one's). Raises TypeError for an item that is neither arrays nor JSON,
+    because Orbax writes it.
     """
     items = dict(args.items()) if isinstance(args, ocp.args.Composite) else {"default": args}
     trees, json_items = {}, 0

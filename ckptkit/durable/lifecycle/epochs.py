@@ -96,13 +96,13 @@ _NUMBER_MAX = 10**18  # beyond every step: Orbax's names have 18 digits at most
 class EpochRecords:
     """The records under one durable root. Reading costs one listing and one small get.
 
-    A record that is damaged or missing is read from its copy; `said` is called about it once.
+    A record that is damaged or missing is read from its copy; `report` is called about it once.
     """
 
-    def __init__(self, store: Store, said: Callable[[str], None] = lambda problem: None):
+    def __init__(self, store: Store, report: Callable[[str], None] = lambda problem: None):
         self._store = store
         self._run = uuid.uuid4().hex
-        self._said = said
+        self._report = report
         self._known: set[str] = set()
 
     def read(self) -> Ancestry:
@@ -114,7 +114,7 @@ class EpochRecords:
         for problem in problems:
             if str(problem) not in self._known:
                 self._known.add(str(problem))
-                self._said(f"{problem}; its copy was read")
+                self._report(f"{problem}; its copy was read")
         return ancestry
 
     def newest_epoch(self) -> int:

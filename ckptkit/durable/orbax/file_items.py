@@ -94,8 +94,11 @@ def read_by(handler: Any, arg: Any, files: Mapping[str, Any]) -> Any:
 
 
 def registered(handler_for: Callable[[str, Any], Any], item: str, kind: str) -> tuple[Any, Any] | None:
-    """The handler of an item that is restored without an argument, and the argument that Orbax makes for it: the one
-    that the caller gave, or else the one of this `kind` (its name in a step's metadata); None where there is none."""
+    """The handler of an item that is restored without an argument, and the argument that Orbax makes for it.
+
+    The handler is the one that the caller gave, or else the one of this `kind` (its name in a step's metadata). None
+    without either.
+    """
     try:
         found = handler_for(item, None)
     except ValueError:

@@ -76,7 +76,7 @@ def test_dashboard_and_alerts_query_only_metrics_that_exist() -> None:
 
 
 def test_every_alert_has_a_runbook_line() -> None:
-    """Breaks when somebody is woken by an alert that does not say what to do."""
+    """Breaks when somebody is woken by an alert without advice."""
     text = (DEPLOY / "prometheus-rules.yaml").read_text()
     assert text.count("runbook: ") == text.count("summary: ") == text.count("- alert: ")
 

@@ -90,7 +90,7 @@ def test_metrics_of_a_known_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_counters_of_a_tier_begin_at_zero() -> None:
-    """Breaks when the first failed save is no increase to Prometheus, and the alert waits for the second."""
+    """Breaks when the first failed save is not an increase to Prometheus, and the alert waits for the second."""
     metrics = RunMetrics()
     metrics.add(at(Kind.OPENED, 0.0, tiers=["ram"], places={}))
     values = found(metrics)
@@ -102,7 +102,7 @@ def test_counters_of_a_tier_begin_at_zero() -> None:
 
 
 def test_share_of_a_tier_in_use_is_asked_when_it_is_shown(tmp_path: Path) -> None:
-    """Breaks when a ramdisk fills up between two saves, and no alert sees it; or a path that is gone ends the rest."""
+    """Breaks when a ramdisk fills up between two saves, and no alert sees it; or a missing path ends the rest."""
     metrics = RunMetrics()
     metrics.add(at(Kind.OPENED, 0.0, places={"ram": str(tmp_path), "ssd": str(tmp_path / "gone")}))
     values = found(metrics)

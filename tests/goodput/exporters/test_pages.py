@@ -1,4 +1,4 @@
-"""The lines of docs/DASHBOARDS.md for TensorBoard and W&B, run as they stand."""
+"""The lines of docs/DASHBOARDS.md for TensorBoard and W&B, run unchanged."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The clients are TensorStore's `gcs` driver, gcsfs and google-cloud-storage. The 
 everything, and `gcp-storage-emulator` (2026.7.19), whose differences are expected failures below, strict: were one
 mended, its test would fail here and the line go.
 
-What the emulator does otherwise, as these tests found it:
+The emulator's differences, as these tests found them:
 
 - `ifGenerationMatch` is ignored: every creator and every stale writer wins (all clients).
 - Downloads carry no `x-goog-generation`: TensorStore takes every generation for 0, and its next conditional write
