@@ -8,8 +8,8 @@ import sys
 from importlib import import_module
 
 import jax
-import jaxlib
 import orbax.checkpoint as ocp
+from jaxlib import version as jaxlib_version
 
 REVISION = "CKPTKIT_REVISION"  # in the environment: the revision of the source, where the caller does not give one
 _CHARS_MAX = 4096  # of one value
@@ -25,7 +25,7 @@ def provenance_here(revision: str | None = None, *, with_command: bool = True) -
     found = {
         "ckptkit": import_module("ckptkit").__version__,  # by name: its list of names is of all layers
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,  # the compiler: it may be of another version than jax
+        "jaxlib": jaxlib_version.__version__,  # the compiler: it may be of another version than jax
         "orbax": ocp.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "devices": f"{jax.device_count()} x {devices[0].device_kind}" if devices else "",

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import orbax.checkpoint as ocp
 import pytest
+from jaxlib import version as jaxlib_version
 
 import ckptkit
 from ckptkit.cli import main
@@ -52,7 +52,7 @@ def test_inspect_shows_what_made_a_step(
     assert (found["ckptkit"], found["jax"], found["orbax"]) == (ckptkit.__version__, jax.__version__, ocp.__version__)
     assert (found["revision"], found["mesh"], found["devices"]) == ("1a2b3c", "data=2,fsdp=2", "4 x cpu")
     assert "--xla_force_host_platform_device_count=4" in found["xla_flags"]
-    assert found["jaxlib"] == jaxlib.__version__
+    assert found["jaxlib"] == jaxlib_version.__version__
     assert found["libtpu_flags"] == "--xla_tpu_enable_latency_hiding_scheduler=true"
     assert sys.orig_argv[-1] in found["command"]
     assert main(["inspect", str(tmp_path / "run")]) == 0
