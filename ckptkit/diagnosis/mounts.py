@@ -12,6 +12,7 @@ from ckptkit.model.tiers import DURABLE
 from ckptkit.store.backends import properties_of
 from ckptkit.store.misplaced import measured_rate_bytes_s, root_problem, tier_problem
 from ckptkit.store.mounts import file_system_of
+from ckptkit.store.roots import root_url
 
 
 def misplaced(root: str, tiers: Sequence[str], events: Sequence[Event], *, measure: bool) -> list[Misplaced]:
@@ -20,11 +21,12 @@ def misplaced(root: str, tiers: Sequence[str], events: Sequence[Event], *, measu
     Writes nothing, except with `measure`: up to 32 MiB into each fast tier that is misplaced, for up to a second, which
     it then removes.
     """
-    reported = {os.path.abspath(each.path): each for each in _reported(events)}
+    root = root_url(root)
+    reported = {os.path.realpath(each.path): each for each in _reported(events)}
     opened = [event.fields.get("places", {}) for event in events if event.kind == Kind.OPENED]
-    names = {os.path.abspath(path): name for places in opened for name, path in places.items()}
+    names = {os.path.realpath(path): name for places in opened for name, path in places.items()}
     found = [*_root(root), *_fast(tiers, names, reported, measure=measure)]
-    seen = {os.path.abspath(each) for each in (root, *tiers) if os.path.exists(each)}
+    seen = {os.path.realpath(each) for each in (root, *tiers) if os.path.exists(each)}
     return [*found, *(each for path, each in reported.items() if path not in seen)]
 
 
@@ -52,7 +54,7 @@ def _fast(
     tiers: Sequence[str], names: dict[str, str], reported: dict[str, Misplaced], *, measure: bool
 ) -> Iterator[Misplaced]:
     for tier in tiers:
-        path, found = os.path.abspath(tier), file_system_of(tier)
+        path, found = os.path.realpath(tier), file_system_of(tier)
         name = names.get(path)
         problem = tier_problem(name, found) if os.path.exists(tier) else None
         if problem is not None:

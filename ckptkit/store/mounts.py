@@ -169,14 +169,15 @@ class Mount:
 
 
 def file_system_of(path: str | os.PathLike[str]) -> FileSystem:
-    """The row of the file system that holds a path, or would hold it: of the nearest directory that exists.
+    """The row of the file system that holds a path (or `file://` URL), or would hold it: of the nearest directory that
+    exists.
 
     Looks each time: a mount may change. Cost: a `stat` for each directory that is missing, and a `statfs`; a read of
     `/proc/self/mountinfo` where the answer is not a common disk or tmpfs. Elsewhere than on Linux nothing is known.
     """
     if sys.platform != "linux":
         return _ANY
-    there = _existing(path)
+    there = _existing(os.fspath(path).removeprefix("file://"))
     magic = _magic(there)
     name = _MAGIC_NAMES.get(magic)
     if name is not None:

@@ -93,7 +93,7 @@ def _replace_files(copy: Path, step: Path, sidecars: Sidecars, work: Path, root:
     """
     (work / _SWAPPING).unlink()
     damaged = work / "damaged" / step.name
-    shutil.copytree(step, damaged, symlinks=True)
+    shutil.copytree(step, damaged, symlinks=True, copy_function=_linked)
     sync_tree(damaged)
     move_aside(damaged, root / paths.SIDECAR_DIR / QUARANTINE_DIR, step.name)
     names = sorted(_files(copy), key=lambda name: order_of(name, sidecars))
@@ -114,6 +114,14 @@ def _replace_files(copy: Path, step: Path, sidecars: Sidecars, work: Path, root:
         os.close(fd)
     sync_tree(step)
     return None
+
+
+def _linked(source: str, target: str) -> None:
+    """A second name of the file, which nobody writes to; a copy where the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _replace(copy: Path, step: Path, name: str, step_fd: int) -> None:

@@ -336,6 +336,7 @@ def test_mounts_of_root_and_tiers_are_looked_at(
         return {each["what"]: each["advice"] for each in told["advice"] if each["rule"] == "mounts"}
 
     by_what = found()
+    assert f"tier durable, {root}, is on fuse.gcsfuse" in ckpt("doctor", f"file://{root}").out
     assert mounted_bucket.changes() == before
     assert "Give gs://bucket instead" in by_what.pop(f"tier durable, {root}, is on fuse.gcsfuse")
     ((what, advice),) = by_what.items()

@@ -115,6 +115,7 @@ def test_mounted_tmpfs_is_recognised_below_a_missing_directory(tmp_path: Path, m
     there = mounts.small(tmp_path / "small", "1m")
     assert file_system_of(there / "not" / "made").name == "tmpfs"
     assert file_system_of(there / "not" / "made").medium == "memory"
+    assert file_system_of(f"file://{there}/not").medium == "memory"
     assert file_system_of(tmp_path).medium != "memory"
 
 
