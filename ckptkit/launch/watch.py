@@ -24,8 +24,8 @@ class Recovery:
     @property
     def text(self) -> str:
         """One line for a person."""
-        repeated = f"; steps {self.step} to {self.reached} again" if self.repeated else ""
-        return f"attempt {self.attempt}: step {self.step} is done {time_text(self.seconds)} after the loss{repeated}"
+        again = f"steps {self.step} to {self.reached} again" if self.repeated else "no step was lost"
+        return f"attempt {self.attempt}: step {self.step} is done {time_text(self.seconds)} after the loss; {again}"
 
     @property
     def repeated(self) -> int:
