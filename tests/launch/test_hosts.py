@@ -306,6 +306,39 @@ def test_preemption_told_to_one_agent_saves_on_all(agents: Agents) -> None:
     assert [agent.wait(timeout=120) for agent in agents.agents.values()] == [75, 75, 75]
 
 
+def test_user_signals_of_a_scheduler_reach_each_worker_once(agents: Agents) -> None:
+    """`scancel --signal=USR1` would end all agents but the first, or the workers would count one signal twice."""
+    signums = (signal.SIGUSR1, signal.SIGUSR2)
+    handlers = "import signal\nfor each in (signal.SIGUSR1, signal.SIGUSR2):\n"
+    handlers += (
+        "    signal.signal(each, lambda signum, frame: print('got', signum, e['CKPTKIT_PROCESS'], flush=True))\n"
+    )
+    (agents.home / "told_twice.py").write_text(TOLD.replace("words = [", f"{handlers}words = ["))
+
+    def got() -> list[str]:
+        lines = [line for rank in agents.agents for line in agents.log(rank).splitlines()]
+        return sorted(line.partition(" ")[2] for line in lines if " got " in line)
+
+    agents.start(1, nnodes="2", command="told_twice.py")
+    assert wait_until(lambda: catches(agents.agents[1].pid, signal.SIGUSR2))
+    agents.agents[1].send_signal(signal.SIGUSR1)  # before it has found the first agent: for no worker
+    agents.start(0, nnodes="2", command="told_twice.py")
+    agents.wait_up(0, 4)
+    for signum in signums:
+        for agent in agents.agents.values():
+            agent.send_signal(signum)
+        expected = sorted(f"got {each:d} {process}" for each in signums if each <= signum for process in range(4))
+        assert wait_until(lambda expected=expected: len(got()) >= len(expected)), got()
+        assert got() == expected
+    agents.finish()
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+
+
 def test_wrong_secret_and_garbage_do_not_disturb_the_job(agents: Agents) -> None:
     """A port scanner, or another user's job, could end this one or take part in it."""
     agents.start(0)
