@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, final
 
+from ckptkit.launch.beats import beats_message
 from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.command import python_command
 from ckptkit.launch.control import Connection, ControlError, checked_secret, connect
@@ -19,10 +20,12 @@ from ckptkit.launch.roster import SILENCE_S
 from ckptkit.launch.signals import passed_by, signals_mean
 from ckptkit.launch.specs import JobPlace, specs_of
 from ckptkit.launch.workers import Hooks, Workers
-from ckptkit.util.clock import Deadline
+from ckptkit.util.clock import Deadline, monotonic_s
+from ckptkit.util.heartbeat import Beats
 
 _TICK_S = 0.1
 _AGAIN_S = 0.2
+_BEATS_S = 1.0
 
 
 @final
@@ -59,6 +62,8 @@ class Follower:
         self._alive: list[Child] = []
         self._told = ""
         self._to_pass: list[int] = []
+        self._sent_beats: dict[int, Beats | None] = {}
+        self._next_beats_s = 0.0
 
     def run(self) -> int:
         """Blocks until the job is over; returns the exit code of the job."""
@@ -112,6 +117,7 @@ class Follower:
                     connection.send({"is": self._told})
                     self._told = ""
                 self._local.tick()
+                self._send_beats(connection)
                 if self._errors:
                     raise self._errors.pop()
                 with suppress(queue.Empty):
@@ -146,6 +152,16 @@ class Follower:
             return int(message["code"])
         return None
 
+    def _send_beats(self, connection: Connection) -> None:
+        """Once a second, where a worker has made a step since."""
+        if self._attempt is None or monotonic_s() < self._next_beats_s:
+            return
+        self._next_beats_s = monotonic_s() + _BEATS_S
+        beats = self._local.beats()
+        if beats != self._sent_beats:
+            self._sent_beats = beats
+            connection.send({**beats_message(beats), "attempt": self._attempt})
+
     def _start(self, message: dict[str, Any]) -> None:
         self._attempt = int(message["attempt"])
         place = JobPlace(
@@ -159,6 +175,7 @@ class Follower:
         self._local.learn([str(name) for name in message["modules"]])
         self._local.start(specs_of(self._workers.command, place, self._workers.prefixes))
         self._to_pass.clear()  # they were for workers that have ended: new ones have no handlers yet
+        self._sent_beats = {}
         self._alive = list(self._local.children)
         for child in self._alive:
             child.start_reading()

@@ -180,8 +180,6 @@ class Launcher:
         if hosts is None and not self._is_told():
             self._say("too few hosts came: giving up")
             return ExitCode.BUDGET_SPENT
-        if self._watch is not None:
-            self._watch.begin(attempt)
         self._hooks.on_attempt(attempt)
         try:
             if hosts is not None and not self._is_told():
@@ -213,6 +211,8 @@ class Launcher:
             self._roster.start(attempt, coordinator, self._local.modules)
         place = JobPlace(first=0, here=here, processes=self._total, coordinator=coordinator, attempt=attempt)
         self._local.start(specs_of(self._workers.command, place, self._workers.prefixes))
+        if self._watch is not None:
+            self._watch.begin(attempt)
         self._to_pass.clear()  # they were for workers that have ended: new ones have no handlers yet
         self._children = self._local.children
         for child in self._children:  # only now: `on_output` may `kill` any of them
@@ -268,7 +268,7 @@ class Launcher:
                 self._local.signal(self._to_pass.pop(0))
             if self._watch is not None and (hung := self._look(self._watch)) is not None:
                 return hung
-        if self._watch is not None:
+        if self._watch is not None and self._children:
             self._take_beats(self._watch)  # the last steps of the attempt
         return None
 
@@ -315,6 +315,10 @@ class Launcher:
         if (back := watch.recovery(beats)) is not None:
             self._say(back.text)
             self._status.recovered(back)
+        if self._roster is not None:
+            beats |= self._roster.beats()
+        for line in watch.slow(beats):
+            self._say(line)
         hung = watch.look(beats)
         if watch.has_stepped:
             self._status.stepped(watch.attempt, watch.reached)

@@ -333,6 +333,28 @@ def test_user_signals_of_a_scheduler_reach_each_worker_once(agents: Agents) -> N
     agents.finish()
 
 
+def test_slow_and_hanging_process_of_another_host_is_named(agents: Agents) -> None:
+    """The first agent would name its own process, which waits for that one, and the wrong host would be replaced."""
+    loop = "    heartbeat.beat(step)\n    heartbeat.staged(0.5 if e['CKPTKIT_PROCESS'] == '2' else 0.1, 0.0)\n"
+    loop += "    culprit = e['CKPTKIT_PROCESS'] == '3' and e['CKPTKIT_ATTEMPT'] == '0'\n"
+    loop += "    while e['CKPTKIT_ATTEMPT'] == '0' and time.monotonic() > end_s + (0 if culprit else 0.5):\n"
+    loop += "        time.sleep(60)\n"
+    code = TOLD.replace("    heartbeat.beat(step)\n", loop).replace(
+        "step = 0\n", "step, end_s = 0, time.monotonic() + 14\n"
+    )
+    (agents.home / "hangs.py").write_text(code)
+    for rank in range(2):
+        agents.start(rank, "--hang-timeout", "5", nnodes="2", command="hangs.py")
+    agents.wait_up(0, 4)
+    agents.wait_up(1, 4)
+    log = agents.log(0)
+    assert "process 2 is slow: it takes 500 ms for its part of a save, the others 100 ms; look at its host" in log
+    assert "process 3 has made no step for 5 s" in log
+    assert "process 3 was lost (no step for 5 s)" in log
+    assert agents.status()["losses"][0]["process"] == 3
+    agents.finish()
+
+
 def catches(pid: int, signum: int) -> bool:
     """Whether a process has a handler for a signal."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
