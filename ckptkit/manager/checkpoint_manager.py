@@ -16,7 +16,7 @@ from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of
 from ckptkit.durable.orbax.monitoring import OrbaxMonitoring
 from ckptkit.durable.signatures import TrustedKey
 from ckptkit.errors import SaveFailedError
-from ckptkit.events import EventLog
+from ckptkit.events import EventLog, default_log
 from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
 from ckptkit.manager.calls import CollectiveCalls
@@ -107,7 +107,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             tiers=checked_tiers(tuple(tiers)),
             durable=durable,
             host_id=host_id or socket.gethostname(),
-            events=events or EventLog(),
+            events=events or default_log(),
             saving=saving,
             restoring=restoring,
             processes=processes,
