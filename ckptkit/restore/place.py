@@ -21,6 +21,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.restore.plan import Key
 from ckptkit.restore.tree import Form, Target
 from ckptkit.snapshot import describe
+from ckptkit.util.own_context import own_context
 from ckptkit.util.pages import ALIGNMENT_BYTES, advise_huge, empty_block
 from ckptkit.util.sharing import SMALL_BYTES
 
@@ -71,6 +72,7 @@ def can_allocate(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding
     return usual and device.platform == "cpu" and _lies_as_in_numpy(dtype) and dtype == canonicalize_dtype(dtype)
 
 
+@own_context()
 def allocate_buffers(
     wanted: Iterable[tuple[tuple[int, ...], np.dtype]], sharding: jax.sharding.Sharding
 ) -> list[DeviceBuffer]:
