@@ -41,6 +41,7 @@ from ckptkit.schedule.decider import Decider
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.provenance import provenance_here
+from ckptkit.snapshot.staging import Stager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
             branch,
             retention,
             settings.saving,
-            threads(coordinator, memory),
+            threads(coordinator, Stager(memory, device_bytes_max=settings.saving.device_copy_bytes_max)),
         )
         decider = Decider(options, tiers, durable_infos(ledger, durable), coordinator)
         opened.pop_all()

@@ -13,9 +13,9 @@ Host arrays are copied on the step loop by every strategy: their owner may chang
 so none depends on the mesh in context and none compiles.
 
 With `auto` an accelerator's state is staged in groups, in the order of the leaves: `device_copy` for as many as have
-room (`ckptkit.snapshot.device_room`). The next ones use `pinned_host`, if the backend has that memory and the host has
-room. The rest uses `block`. Arrays that are in host memory already are never copied to a device. A group for which the
-backend has no room after all (RESOURCE_EXHAUSTED) is staged by the next strategy.
+room in what the caller keeps free (`ckptkit.snapshot.device_room`). The next ones use `pinned_host`, if the backend has
+that memory and the host has room. The rest uses `block`. Arrays that are in host memory already are never copied to a
+device. A group for which the backend has no room after all (RESOURCE_EXHAUSTED) is staged by the next strategy.
 """
 
 from __future__ import annotations
@@ -58,16 +58,18 @@ class Staging:
 class Stager:
     """Stages the saves of one process. `begin` is called by one thread, what it returns is finished by any.
 
-    `host`: what pinned host memory is taken from; None takes what the machine has. `devices`: for tests.
+    `host`: what pinned host memory is taken from. `device_bytes_max`: see `SaveOptions.device_copy_bytes_max`.
+    `devices`: for tests.
     """
 
-    def __init__(self, host: HostMemory | None = None, devices: DeviceMemory | None = None):
-        self._host = host
+    def __init__(
+        self, host: HostMemory | None = None, devices: DeviceMemory | None = None, *, device_bytes_max: int = 0
+    ):
+        self._host = host or HostMemory()
         self._devices = devices or DeviceMemory()
-        self._room = DeviceRoom(self._devices)
+        self._room = DeviceRoom(self._devices, device_bytes_max)
         self._pinned_bytes = 0  # of copies that are not dropped yet
-        if host is not None:
-            host.add_taker(lambda: self._pinned_bytes)
+        self._host.add_taker(lambda: self._pinned_bytes)
         self._counting = threading.Lock()
 
     def begin(
@@ -93,8 +95,7 @@ class Stager:
             if choice == "auto" and not any(each.is_transferred for each in device):
                 strategy, reason = "slot_copy", "on the CPU backend one copy straight into the slot is the floor"
             elif choice in ("auto", "device_copy", "pinned_host"):
-                rooms = self._rooms(choice, device, trees)
-                return self._begin_groups(choice, device, rooms, copy, digests)
+                return self._begin_groups(choice, device, self._rooms(choice, device), copy, digests)
             else:
                 strategy, reason = choice, "asked for"
             later: list[Shard] = []
@@ -147,16 +148,13 @@ class Stager:
         with self._counting:
             self._pinned_bytes += nbytes
 
-    def _rooms(
-        self, choice: StagingChoice, device: Sequence[Held], trees: Mapping[str, Any]
-    ) -> tuple[dict[Any, int] | None, int | None, str]:
+    def _rooms(self, choice: StagingChoice, device: Sequence[Held]) -> tuple[dict[Any, int] | None, int | None, str]:
         """The bytes for copies on each device and in pinned memory, None for no limit, and why."""
         if choice != "auto":
             return None, None, "asked for"
         devices = list(dict.fromkeys(each for held in device for each in held.devices))
-        leaves = [leaf for leaf in jax.tree.leaves(dict(trees)) if isinstance(leaf, jax.Array)]
-        budget, why = self._room.look(leaves, devices)
-        rooms = [] if self._host is None else self._host.rooms(self._host.taken_bytes)
+        budget, why = self._room.look(devices)
+        rooms = self._host.rooms(self._host.taken_bytes)
         # Half: other processes of the host, and the page cache of what they write, need some too.
         return budget, min([available_bytes(), *(room.free_bytes for room in rooms)]) // 2, why
 

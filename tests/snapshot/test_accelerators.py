@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -92,13 +92,13 @@ def pieces(count: int, value: int = 0) -> dict[str, Any]:
 class Run:
     """A training loop on one device: its state, steps and saves; `room` counts copies until their save is finished."""
 
-    def __init__(self, limit: int, leaves: int, stager: Stager | None = None):
+    def __init__(self, limit: int, leaves: int, stager: Stager | None = None, *, kept_free: int = 1 << 40):
         self.device = jax.devices()[0]
         self.allocator = Allocator(limit)
         self.leaves, self.number = leaves, 0
         self.allocator.use(self.device, leaves * PIECE)
         self.state = pieces(leaves)
-        self.stager = stager or Stager(None, self.allocator)
+        self.stager = stager or Stager(None, self.allocator, device_bytes_max=kept_free)
         self.under_way: list[tuple[Any, int, np.ndarray, Any, int]] = []
 
     def step(self, nbytes: int) -> None:
@@ -127,22 +127,26 @@ class Run:
         self.allocator.in_use[self.device] -= taken
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(
     free=st.integers(0, 12),
+    kept_free=st.integers(0, 12),
     leaves=st.integers(1, 6),
-    share=st.floats(0, 1),
-    actions=st.lists(st.sampled_from(["save", "step", "step", "finish"]), min_size=3, max_size=25),
+    actions=st.lists(st.one_of(st.sampled_from(["save", "finish"]), st.floats(0, 1)), min_size=3, max_size=25),
 )
-def test_no_step_runs_out_of_memory_because_of_saves(free: int, leaves: int, share: float, actions: list[str]) -> None:
-    """A save would end the run: the copy of the state, or of an earlier one, is where the step needs its memory."""
-    run = Run((leaves + free) * PIECE, leaves)
-    step_bytes = int(free * share * PIECE)
+@example(free=10, kept_free=1, leaves=6, actions=[0.1, "save", 1.0])
+def test_no_step_runs_out_of_memory_because_of_saves(
+    free: int, kept_free: int, leaves: int, actions: list[str | float]
+) -> None:
+    """A save would end the run: the copy of the state, or of an earlier one, is where a step needs its memory. Each
+    step is of another size, such as an evaluation, and needs up to all that is not kept free for copies."""
+    run = Run((leaves + free) * PIECE, leaves, kept_free=kept_free * PIECE)
     for action in actions:
-        if action == "step":
-            run.step(step_bytes)  # raises where our copies take its room
+        if isinstance(action, float):
+            run.step(int(max(0, free - kept_free) * action * PIECE))  # raises where our copies take its room
         elif action == "save" and len(run.under_way) < 2:
             run.save()
+            assert sum(taken for _, taken, *_ in run.under_way) <= kept_free * PIECE
         elif action == "finish" and run.under_way:
             run.finish()
     while run.under_way:
@@ -161,31 +165,44 @@ def test_the_share_that_is_copied_does_not_shrink(free: int, leaves: int, share:
         if late:  # the copies are there while the next step runs
             run.step(int(free * share * PIECE))
         run.finish()
-    assert copied[0] == 0, "no step is known to have run before the first save"
-    assert copied[1:] == sorted(copied[1:])
+    assert copied == sorted(copied)
     if free * (1 - share) >= 2 * leaves + 2:
-        assert copied[1] == leaves * PIECE
+        assert copied[0] == leaves * PIECE
 
 
-def test_save_before_the_first_step_copies_nothing_on_the_device() -> None:
-    """The first step of the run would find its memory taken by the copy of the state that it starts from."""
-    run = Run(10 * PIECE, 4)
-    assert run.save() == run.save() == 0
-    run.step(6 * PIECE)
-    assert "no step has run" in run.under_way[0][0].reason
+def test_nothing_is_copied_on_a_device_unless_the_caller_keeps_room_for_it() -> None:
+    """The first evaluation of a run would find the memory that it needs taken by a copy."""
+    run = Run(100 * PIECE, 40, kept_free=0)
+    run.step(10 * PIECE)
+    assert run.save() == 0
+    run.step(60 * PIECE)
+    assert run.under_way[0][0].reason == "device_copy_bytes_max is 0"
     assert {kind for _, kind in run.allocator.puts} == {"pinned_host"}
+    run.finish()
+
+
+def test_setting_of_the_caller_reaches_the_stager(tmp_path: Path) -> None:
+    """Each step after a save would wait for a transfer, although the caller keeps room for a copy."""
+    log, events = ckptkit.EventLog(), []
+    log.observe(events.append)
+    for number, kept_free in enumerate((0, 1 << 30)):
+        saving = ckptkit.SaveOptions(device_copy_bytes_max=kept_free)
+        with ckptkit.CheckpointManager(tmp_path / str(number), saving=saving, events=log) as manager:
+            manager.save(1, args=ocp.args.StandardSave(pieces(2)))  # pyright: ignore[reportCallIssue]
+    reasons = [event.fields["reason"] for event in events if event.kind == ckptkit.Kind.STAGED]
+    assert reasons == ["device_copy_bytes_max is 0", "the devices do not report their memory"]
+    with pytest.raises(ValueError, match="device_copy_bytes_max=-1: give a number of bytes, 0 for none"):
+        ckptkit.SaveOptions(device_copy_bytes_max=-1)
 
 
 def test_strategies_follow_what_the_devices_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without room would be asked for a copy, or one with room would stall the loop for a transfer."""
     run = Run(12 * PIECE, 4)
-    run.save()
     run.step(4 * PIECE)  # 4 of 12 were never in use: 2 of them may be taken
     assert run.save() == 2 * PIECE
     begun = run.under_way[-1][0]
     assert begun.reason == "0.0 GB of each device are free for copies; device_copy 0.000131 GB, pinned_host 0.000131 GB"
-    for _ in range(2):
-        run.finish()
+    run.finish()
     no_pinned_memory(monkeypatch)
     assert run.save() == 2 * PIECE
     assert "block 0.000131 GB" in run.under_way[-1][0].reason
