@@ -103,9 +103,9 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         for tier in settings.tiers
         if tier.medium != PEER
     }
-    memory = HostMemory(settings.saving.host_bytes_max)
-    in_flight_max = settings.saving.in_flight_max
     job_hosts = gather_job_hosts(settings, job)
+    memory = HostMemory(settings.saving.host_bytes_max, processes=job_hosts.rank[1])
+    in_flight_max = settings.saving.in_flight_max
     tiers = job_hosts.tiers
     warn_of_other_hosts(host_dirs, job_hosts)
     arenas: Mapping[str, Arena] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import threading
@@ -21,6 +20,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.restore.plan import Key
 from ckptkit.restore.tree import Form, Target
 from ckptkit.snapshot import describe
+from ckptkit.snapshot.shards import lies_as_in_numpy, view_of
 from ckptkit.util.own_context import own_context
 from ckptkit.util.pages import ALIGNMENT_BYTES, advise_huge, empty_block
 from ckptkit.util.sharing import SMALL_BYTES
@@ -69,7 +69,7 @@ def can_allocate(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding
         return False
     (device,) = sharding.device_set
     usual = sharding.memory_kind in (None, device.default_memory().kind)
-    return usual and device.platform == "cpu" and _lies_as_in_numpy(dtype) and dtype == canonicalize_dtype(dtype)
+    return usual and device.platform == "cpu" and lies_as_in_numpy(dtype) and dtype == canonicalize_dtype(dtype)
 
 
 @own_context()
@@ -85,11 +85,8 @@ def allocate_buffers(
     make = _allocation(tuple((shape, dtype.name) for shape, dtype in wanted), sharding)
     found = []
     for array in jax.block_until_ready(make()):
-        start = array.unsafe_buffer_pointer()
-        advise_huge(start, array.nbytes)
-        memory: Any = (ctypes.c_ubyte * array.nbytes).from_address(start)
-        memory.owner = array
-        landing = np.frombuffer(memory, array.dtype).reshape(array.shape).view(DeviceBuffer)
+        advise_huge(array.unsafe_buffer_pointer(), array.nbytes)
+        landing = view_of(array).view(DeviceBuffer)
         landing.array = array
         found.append(landing)
     return found
@@ -102,11 +99,6 @@ def _allocation(wanted: tuple[tuple[tuple[int, ...], str], ...], sharding: jax.s
     results = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in wanted]
     # XLA gives a callback that works in place the memory of its results as it comes, and this one leaves it so.
     return jax.jit(buffer_callback(lambda context, out: None, results), out_shardings=sharding)
-
-
-def _lies_as_in_numpy(dtype: np.dtype) -> bool:
-    """Whether XLA keeps it as NumPy does: types of less than a byte are packed."""
-    return dtype.isbuiltin == 1 or dtype.name == "bfloat16" or dtype.name.startswith("float8_")
 
 
 def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:

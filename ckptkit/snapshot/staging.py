@@ -31,15 +31,14 @@ import jax
 import numpy as np
 
 from ckptkit.model.policies import StagingChoice, Strategy
-from ckptkit.slots.host_memory import HostMemory, available_bytes
-from ckptkit.snapshot.copying import Copied, copy_shards
+from ckptkit.slots.host_memory import HostMemory
+from ckptkit.snapshot.copying import Copied, copy_shards, transfer_bytes
 from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
-from ckptkit.snapshot.shards import Held, Shard, held_arrays
+from ckptkit.snapshot.shards import PINNED, Held, Shard, held_arrays
 from ckptkit.util import clock
 
 GROUP_BYTES = 256 << 20  # are staged alike, and fall back together
-_PINNED = "pinned_host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +67,8 @@ class Stager:
         self._host = host or HostMemory()
         self._devices = devices or DeviceMemory()
         self._room = DeviceRoom(self._devices, device_bytes_max)
-        self._pinned_bytes = 0  # of copies that are not dropped yet
-        self._host.add_taker(lambda: self._pinned_bytes)
+        self._host_bytes = 0  # of copies that are not dropped yet, and of windows in use
+        self._host.add_taker(lambda: self._host_bytes)
         self._counting = threading.Lock()
 
     def begin(
@@ -88,7 +87,7 @@ class Stager:
         same state that are only digested (`ckptkit.snapshot.replicas`), at the same moment as the others.
         """
         with jax.transfer_guard("allow"):  # a guard is for the caller's transfers
-            copy = partial(copy_shards, memory=memory, copied=copied or (lambda start, stop, digest: None))
+            copy = partial(self._copy, memory=memory, copied=copied or (lambda start, stop, digest: None))
             held = [*held_arrays(description, trees), *compared]
             digests = copy([shard for each in held if not each.devices for shard in each.shards()])
             device = [each for each in held if each.devices]
@@ -121,13 +120,13 @@ class Stager:
         groups = _Groups(self._devices, *rooms)
         waited = [group for group in _grouped(device) if not groups.dispatch(choice, group)]
         self._room.take(groups.on_device)
-        self._count_pinned(groups.pinned_bytes)
+        self._count(groups.pinned_bytes)
         copies = groups.copies
 
         def drop() -> None:
             copies.clear()
             self._room.give_back(groups.on_device)
-            self._count_pinned(-groups.pinned_bytes)
+            self._count(-groups.pinned_bytes)
 
         def drawn() -> list[Shard]:
             shards = [shard for held, array in copies for shard in held.shards(array)]
@@ -144,9 +143,17 @@ class Stager:
         finish = _once(copy, drawn, digests, drop)
         return Staging(strategy=strategy, reason=reason, finish=finish, computing_s=computing_s)
 
-    def _count_pinned(self, nbytes: int) -> None:
+    def _copy(self, shards: list[Shard], memory: np.ndarray, copied: Copied) -> dict[int, Digests]:
+        windows_bytes = transfer_bytes(extent for _, extent in shards)
+        self._count(windows_bytes)
+        try:
+            return copy_shards(shards, memory, copied)
+        finally:
+            self._count(-windows_bytes)
+
+    def _count(self, nbytes: int) -> None:
         with self._counting:
-            self._pinned_bytes += nbytes
+            self._host_bytes += nbytes
 
     def _rooms(self, choice: StagingChoice, device: Sequence[Held]) -> tuple[dict[Any, int] | None, int | None, str]:
         """The bytes for copies on each device and in pinned memory, None for no limit, and why."""
@@ -154,9 +161,8 @@ class Stager:
             return None, None, "asked for"
         devices = list(dict.fromkeys(each for held in device for each in held.devices))
         budget, why = self._room.look(devices)
-        rooms = self._host.rooms(self._host.taken_bytes)
-        # Half: other processes of the host, and the page cache of what they write, need some too.
-        return budget, min([available_bytes(), *(room.free_bytes for room in rooms)]) // 2, why
+        # Half: the page cache of what is written, and others on the host, need some too.
+        return budget, self._host.part_bytes() // 2, why
 
 
 @final
@@ -187,7 +193,7 @@ class _Groups:
             self._staged["device_copy"] += nbytes
             return True
         fits = self._pinned_room is None or self.pinned_bytes + nbytes <= self._pinned_room
-        pinned = kind if kind is not None else _PINNED if _has_pinned(group[0].devices[0]) else None
+        pinned = kind if kind is not None else PINNED if _has_pinned(group[0].devices[0]) else None
         if fits and pinned is not None and self._put(group, pinned):
             self.pinned_bytes += nbytes
             self._staged["pinned_host"] += nbytes
@@ -216,8 +222,15 @@ class _Groups:
                 raise
             return False
         # Not the arrays themselves: the caller's device memory would be kept in use.
-        self.copies += [(replace(held, array=None), copy) for held, copy in zip(group, copied, strict=True)]
+        self.copies += [(_copied(held, kind), copy) for held, copy in zip(group, copied, strict=True)]
         return True
+
+
+def _copied(held: Held, kind: str | None) -> Held:
+    """The place of a copy in memory of `kind`: what is in host memory is not transferred again."""
+    if kind is None:
+        return replace(held, array=None)
+    return replace(held, array=None, kind=kind, extents=tuple(replace(each, device=None) for each in held.extents))
 
 
 def _until_computed(several: Sequence[Held]) -> float:
@@ -244,7 +257,7 @@ def _grouped(device: Sequence[Held]) -> list[list[Held]]:
 
 @lru_cache(maxsize=64)
 def _has_pinned(device: Any) -> bool:
-    return any(memory.kind == _PINNED for memory in device.addressable_memories())
+    return any(memory.kind == PINNED for memory in device.addressable_memories())
 
 
 def _shards(several: Sequence[Held]) -> list[Shard]:

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ckptkit
+from bench.gpu_worker import compilations
 from ckptkit.restore import place
 from ckptkit.restore.tree import Form, Target, boxes_needed
 from ckptkit.snapshot import describe
@@ -144,8 +145,10 @@ def test_accelerators_get_back_what_was_saved(puts: list[list[Any]], tmp_path: P
         manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
         manager.wait_until_finished()
         puts.clear()
-        given = manager.restore(1, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
-        found = manager.restore(1)
+        with compilations() as compiled:
+            given = manager.restore(1, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
+            found = manager.restore(1)
+    assert compiled == [], "the first restore of thousands of leaves would wait for a compiler"
     assert [len(sent) for sent in puts] == [2, 2] * 2, "the two large blocks to a device, and to another"
     assert_same(given, state)
     assert_same(found, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 import ckptkit
 from ckptkit.guard import Guard
+from ckptkit.restore import place
+from ckptkit.snapshot import describe
 from tests.contexts import CONTEXTS, mesh_of
 from tests.states import abstract, assert_same
 
-STRATEGIES = ["auto", "slot_copy", "device_copy", "pinned_host", "block", "alias", "gate"]
+_OF_CPUS = ["auto", "slot_copy", "device_copy", "pinned_host", "block", "alias", "gate"]
+_OF_ACCELERATORS = ["auto", "device_copy", "block", "gate"]
+STRATEGIES = [*(f"cpu, {each}" for each in _OF_CPUS), *(f"accelerator, {each}" for each in _OF_ACCELERATORS)]
 
 
 def state_of(axis: AxisType) -> dict[str, Any]:
@@ -37,6 +42,9 @@ def state_of(axis: AxisType) -> dict[str, Any]:
         "int4": put(np.arange(8).astype(jnp.int4), "data"),
         "stage": put(np.arange(8.0, dtype=np.float32), "stage", on=stage),
         "one": jax.device_put(np.arange(5), SingleDeviceSharding(jax.devices()[3])),
+        "mapped": jax.shard_map(
+            lambda rows: rows + 1, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")
+        )(put(np.arange(8, dtype=np.float32), "data")),
         "key": put(jax.random.key(3)),
         "keys": put(jax.random.split(jax.random.key(4), 4), "data"),
         "host": np.arange(3),
@@ -57,14 +65,25 @@ def save_args(state: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.fixture
+def passing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Devices that pass for accelerators, if the parameter says so; and the strategy that it names."""
+    device, _, strategy = request.param.partition(", ")
+    if device == "accelerator":
+        monkeypatch.setattr(describe, "is_accelerator", lambda device: True)
+    place._local_devices.cache_clear()
+    yield strategy
+    place._local_devices.cache_clear()
+
+
+@pytest.mark.parametrize("passing", STRATEGIES, indirect=True)
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_state_is_saved_and_restored_in_the_context_of_the_loop(tmp_path: Path, context: str, strategy: Any) -> None:
+def test_state_is_saved_and_restored_in_the_context_of_the_loop(tmp_path: Path, context: str, passing: Any) -> None:
     """Every save or restore of a training loop that sets such a context would raise."""
     state = state_of(AxisType.Explicit if "explicit" in context else AxisType.Auto)
     template = abstract(state)
     tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), slots=3)]
-    saving = ckptkit.SaveOptions(staging=strategy)
+    saving = ckptkit.SaveOptions(staging=passing)
     with ckptkit.CheckpointManager(tmp_path / "d", tiers=tiers, saving=saving) as manager:
         with CONTEXTS[context]():
             manager.save(1, args=save_args(state))
