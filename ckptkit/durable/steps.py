@@ -53,6 +53,7 @@ from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
+from ckptkit.util.own_context import own_context
 
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
 # Orbax numbers operations per process: two saves that begin at once mistake each other's directories.
@@ -290,7 +291,7 @@ class DurableSteps:
         writer = self._views.fresh(self._own_writer())
         args = items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items)
         try:
-            with self._alone():
+            with self._alone(), own_context():
                 writer.save(save_id.step, args=args, metrics=metrics, force=True, custom_metadata=dict(custom))
             self._identities[save_id.step] = save_id
             if not self._deletes_later:
