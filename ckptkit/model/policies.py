@@ -227,7 +227,7 @@ class SaveOptions:
     staging: StagingChoice = "auto"
     in_flight_max: int = 1
     host_bytes_max: int | None = None
-    device_copy_bytes_max: int = 0
+    device_copy_bytes_max: int | None = None
     durable_busy: DurableBusy = "wait"
     on_failure: FailurePolicy = field(default_factory=FailurePolicy)
     replicas: ReplicaPolicy | None = field(default_factory=ReplicaPolicy)
@@ -242,8 +242,10 @@ class SaveOptions:
             raise ValueError(f"in_flight_max={self.in_flight_max}: at least one snapshot must be allowed")
         if self.host_bytes_max is not None and self.host_bytes_max < 1:
             raise ValueError(f"host_bytes_max={self.host_bytes_max}: give a number of bytes, or None for no setting")
-        if self.device_copy_bytes_max < 0:
-            raise ValueError(f"device_copy_bytes_max={self.device_copy_bytes_max}: give a number of bytes, 0 for none")
+        if self.device_copy_bytes_max is not None and self.device_copy_bytes_max < 0:
+            raise ValueError(
+                f"device_copy_bytes_max={self.device_copy_bytes_max}: give a number of bytes, 0 for none, or None"
+            )
         if self.durable_busy not in get_args(DurableBusy):
             raise ValueError(f"durable_busy {self.durable_busy!r}: give one of {', '.join(get_args(DurableBusy))}")
         if not isinstance(self.revision, str | None):

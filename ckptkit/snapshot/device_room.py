@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -27,36 +28,47 @@ class DeviceMemory:
 
 @final
 class DeviceRoom:
-    """The budget of each device for copies: at most `bytes_max`, which the caller keeps free for them.
+    """The budget of each device for copies: at most `bytes_max`; None: no limit of the caller's.
 
-    Nothing tells how much memory the next program of the caller needs: a larger one than all before may come at any
-    time, such as the first evaluation. Only the caller knows, so the default of `bytes_max` is nothing.
+    The peak of a device contains the copies of earlier saves, and JAX has no peak without them. So a budget is at most
+    the memory that was never in use: the earlier contents of the device then fit next to the copies. It is half of that
+    at first, and the size of earlier copies later. With copies of at most half of the free memory, the peak leaves the
+    other half free, so the budget does not shrink from save to save.
 
-    Below it, a budget is at most the memory that was never in use: the earlier contents of the device then fit next to
-    the copies. The peak of a device contains the copies of earlier saves, and JAX has no peak without them. So a budget
-    is half of that at first, and the size of earlier copies later. With copies of at most half of the free memory, the
-    peak leaves the other half free, so the budget does not shrink from save to save.
+    So a program fits next to the copies if it needs no more than the largest one before it. A larger one may come at
+    any time, such as the first evaluation. Only the caller knows: that is `bytes_max`.
+
+    Without `bytes_max` nothing is copied until the state has changed or the peak has risen since the first save:
+    before, no step may have run, and its memory is not in the peak.
     """
 
-    def __init__(self, memory: DeviceMemory, bytes_max: int):
+    def __init__(self, memory: DeviceMemory, bytes_max: int | None = None):
         self._memory = memory
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
+        self._first: tuple[list[weakref.ref[Any]], dict[Any, int]] | None = None
+        self._stepped = bytes_max is not None
         self._live = Counter[Any]()  # bytes of copies that are not dropped yet
         self._largest = Counter[Any]()  # that there ever were at a time
 
-    def look(self, devices: Sequence[Any]) -> tuple[dict[Any, int], str]:
-        """The bytes that each device has room for, and why. Cost: one question to each device."""
-        if not self._bytes_max:
+    def look(self, arrays: Sequence[Any], devices: Sequence[Any]) -> tuple[dict[Any, int], str]:
+        """The bytes that each device has room for, and why, for a save of `arrays`. Cost: 0.2 microseconds per array,
+        and one question to each device."""
+        if self._bytes_max == 0:
             return dict.fromkeys(devices, 0), "device_copy_bytes_max is 0"
         stats = {device: self._memory.stats(device) for device in devices}
         if not all("bytes_limit" in each for each in stats.values()):
             return dict.fromkeys(devices, 0), "the devices do not report their memory"
-        budget = {}
+        peaks = {device: max(each.get(name, 0) for name in _USED) for device, each in stats.items()}
         with self._lock:
-            for device, each in stats.items():
-                never = max(0, each["bytes_limit"] - max(each.get(name, 0) for name in _USED))
-                allowed = min(self._bytes_max, max(never // 2, min(self._largest[device], never)))
+            if not self._stepped and not self._has_stepped(arrays, peaks):
+                return dict.fromkeys(devices, 0), "no step has run since the first save, so its memory is not known"
+            budget = {}
+            for device, peak in peaks.items():
+                never = max(0, stats[device]["bytes_limit"] - peak)
+                allowed = max(never // 2, min(self._largest[device], never))
+                if self._bytes_max is not None:
+                    allowed = min(allowed, self._bytes_max)
                 budget[device] = max(0, allowed - self._live[device])
         return budget, f"{min(budget.values(), default=0) / 1e9:.1f} GB of each device are free for copies"
 
@@ -71,6 +83,17 @@ class DeviceRoom:
         """Copies of so many bytes are dropped."""
         with self._lock:
             self._live.subtract(taken)
+
+    def _has_stepped(self, arrays: Sequence[Any], peaks: Mapping[Any, int]) -> bool:
+        if self._first is None:
+            self._first = [weakref.ref(array) for array in arrays], dict(peaks)
+            return False
+        refs, before = self._first
+        same = len(refs) == len(arrays) and all(ref() is array for ref, array in zip(refs, arrays, strict=True))
+        self._stepped = not same or any(peak > before.get(device, 0) for device, peak in peaks.items())
+        if self._stepped:
+            self._first = None
+        return self._stepped
 
 
 _USED = ("peak_bytes_in_use", "bytes_in_use")

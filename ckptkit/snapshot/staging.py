@@ -13,7 +13,7 @@ Host arrays are copied on the step loop by every strategy: their owner may chang
 so none depends on the mesh in context and none compiles.
 
 With `auto` an accelerator's state is staged in groups, in the order of the leaves: `device_copy` for as many as have
-room in what the caller keeps free (`ckptkit.snapshot.device_room`). The next ones use `pinned_host`, if the backend has
+room there (`ckptkit.snapshot.device_room`). The next ones use `pinned_host`, if the backend has
 that memory and the host has room. The rest uses `block`. Arrays that are in host memory already are never copied to a
 device. A group for which the backend has no room after all (RESOURCE_EXHAUSTED) is staged by the next strategy.
 """
@@ -62,7 +62,11 @@ class Stager:
     """
 
     def __init__(
-        self, host: HostMemory | None = None, devices: DeviceMemory | None = None, *, device_bytes_max: int = 0
+        self,
+        host: HostMemory | None = None,
+        devices: DeviceMemory | None = None,
+        *,
+        device_bytes_max: int | None = None,
     ):
         self._host = host or HostMemory()
         self._devices = devices or DeviceMemory()
@@ -94,7 +98,7 @@ class Stager:
             if choice == "auto" and not any(each.is_transferred for each in device):
                 strategy, reason = "slot_copy", "on the CPU backend one copy straight into the slot is the floor"
             elif choice in ("auto", "device_copy", "pinned_host"):
-                return self._begin_groups(choice, device, self._rooms(choice, device), copy, digests)
+                return self._begin_groups(choice, device, self._rooms(choice, device, trees), copy, digests)
             else:
                 strategy, reason = choice, "asked for"
             later: list[Shard] = []
@@ -155,12 +159,15 @@ class Stager:
         with self._counting:
             self._host_bytes += nbytes
 
-    def _rooms(self, choice: StagingChoice, device: Sequence[Held]) -> tuple[dict[Any, int] | None, int | None, str]:
+    def _rooms(
+        self, choice: StagingChoice, device: Sequence[Held], trees: Mapping[str, Any]
+    ) -> tuple[dict[Any, int] | None, int | None, str]:
         """The bytes for copies on each device and in pinned memory, None for no limit, and why."""
         if choice != "auto":
             return None, None, "asked for"
         devices = list(dict.fromkeys(each for held in device for each in held.devices))
-        budget, why = self._room.look(devices)
+        leaves = [leaf for leaf in jax.tree.leaves(dict(trees)) if isinstance(leaf, jax.Array)]
+        budget, why = self._room.look(leaves, devices)
         # Half: the page cache of what is written, and others on the host, need some too.
         return budget, self._host.part_bytes() // 2, why
 
