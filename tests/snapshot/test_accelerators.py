@@ -142,7 +142,7 @@ def test_no_step_runs_out_of_memory_because_of_saves(
     free: int, kept_free: int, leaves: int, actions: list[str | float]
 ) -> None:
     """A save would end the run: the copy of the state, or of an earlier one, is where a step needs its memory. Each
-    step is of another size, such as an evaluation, and needs up to all that the caller does not keep free for copies."""
+    step is of another size, such as an evaluation, and needs up to all that is not kept free for copies."""
     run = Run((leaves + free) * PIECE, leaves, kept_free=kept_free * PIECE)
     for action in actions:
         if isinstance(action, float):
