@@ -26,7 +26,8 @@ def measure(run: Run) -> Measured:
     """`stall_ms_per_save`, `stall_idle_ms_per_save` and `blocking_ms` of the case.
 
     ckptkit takes part with its automatic strategy and with those of the bars by name: blocking time is that of
-    `device_copy`, the default on accelerators; the stall of `idle_host` is that of the best strategy.
+    `device_copy`, for accelerators with room for a copy of the state; the stall of `idle_host` is that of the best
+    strategy.
     """
     recorder = Recorder()
     compute = ComputeLoop(run.case.step, run.case.make())

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ckptkit.errors import GuardStopError as GuardStopError
     from ckptkit.errors import ItemNotFoundError as ItemNotFoundError
     from ckptkit.errors import NoRestorableStepError as NoRestorableStepError
+    from ckptkit.errors import NotJoinedError as NotJoinedError
     from ckptkit.errors import ProgramChangedError as ProgramChangedError
     from ckptkit.errors import ReplicaMismatchError as ReplicaMismatchError
     from ckptkit.errors import SaveFailedError as SaveFailedError

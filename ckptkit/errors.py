@@ -130,6 +130,10 @@ class GuardStopError(CheckpointError):
     """A guard does not go back once more: too many alarms in a row, or no save is old enough. The message has all."""
 
 
+class NotJoinedError(CheckpointError, RuntimeError):
+    """A worker of `ckptkit run` has not joined its job. It exits with 2, which the launcher does not restart."""
+
+
 class CoordinationError(CheckpointError, TimeoutError):
     """A barrier timed out; the message names the barrier and the missing processes."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ _LINE_BYTES_MAX = 1 << 20  # no event is longer
 LOG_NAME = re.compile(r"attempt-(\d+)-process-(\d+)\.jsonl", re.ASCII)
 # Where launchers and schedulers put a process's index: ours, Slurm, Open MPI, MPICH, an indexed Kubernetes job.
 _PROCESS_VARIABLES = ("CKPTKIT_PROCESS", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
+EVENTS_DIRECTORY = "CKPTKIT_EVENTS"  # a directory: managers that are given no log write one there
 _RESERVED = frozenset({"kind", "at_s", "process", "step", "tier"})
 # Made once: `json.dumps` with separators makes an encoder in every call, half of its time.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -74,6 +76,9 @@ class Kind(StrEnum):
     MOUNTED = "tier_mounted"
     # the launcher lost a process: fields attempt, lost (which), cause, wiped, detect_s since it killed it, if it did
     DISRUPTED = "disrupted"
+    # `ckptkit chaos` did harm: fields fault (its number), what (the kind of fault; wipe, flip), target, did (in words)
+    # and lasts_s of what ends by itself
+    INJECTED = "fault_injected"
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt
     FINISHED = "finished"
     CLOSED = "closed"  # a manager was closed: fields failed (true) if an exception ended its block
@@ -338,6 +343,18 @@ class _Span(AbstractContextManager[None]):
         self._log.emit(Kind.SPAN, step=self._step, span=self._name, duration_s=duration_s, **failed)
         if self._step is not None and self._name == "step":
             heartbeat.beat(self._step, done=True)
+
+
+def default_log() -> EventLog:
+    """The log of a manager that is given none: no file, or that of the process in the directory of `CKPTKIT_EVENTS`,
+    which `ckptkit chaos --report` sets."""
+    directory = os.environ.get(EVENTS_DIRECTORY)
+    return _log_in(directory) if directory else EventLog()
+
+
+@cache
+def _log_in(directory: str) -> EventLog:
+    return EventLog.for_run(directory)
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

@@ -8,21 +8,19 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, cast
+from typing import cast
 
 import click
 
+from ckptkit.cli.chaos_report import ChaosReport
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON, seconds
-from ckptkit.cli.parsed import named_number
-from ckptkit.cli.text import count_text, print_json, print_line, print_table
+from ckptkit.cli.parsed import Parsed, named_number
+from ckptkit.cli.text import print_json, print_line
 from ckptkit.cli.worker_options import COLD, COMMAND, COMMAND_SETTINGS, DEVICES, EVENTS, HANG, PROCESSES
-from ckptkit.events import EventLog
-from ckptkit.goodput import goodput_report, headline, load_run
+from ckptkit.events import EVENTS_DIRECTORY, EventLog
 from ckptkit.launch import (
     ExitCode,
     HangPolicy,
@@ -36,14 +34,18 @@ from ckptkit.launch import (
 )
 from ckptkit.launch.attached import AttachedJob
 from ckptkit.launch.chaos import Chaos, ChaosRun
-from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
-from ckptkit.launch.harm import FullDisk, LocalBucket, flipped
+from ckptkit.launch.faults import ANY, PLACES, Fault, FaultKind, FaultPlan, Hazard
+from ckptkit.launch.harm import FullDisk, LocalBucket, flipped, places_of
 from ckptkit.launch.printer import say_on_stderr
 from ckptkit.snapshot.state_digest import STATE_DIGEST
 from ckptkit.util.clock import time_text
 
-_FORMAT = "ckptkit.chaos/1"
 _RUNS = ("disturbed", "undisturbed")
+
+
+def _flip_of(text: str) -> tuple[str, float]:
+    """`DIR:CHANCE`, or a chance for any directory of the job."""
+    return named_number("DIR:CHANCE").parse(text if ":" in text else f"{ANY}:{text}")
 
 
 @click.command(context_settings=COMMAND_SETTINGS)
@@ -75,19 +77,29 @@ _RUNS = ("disturbed", "undisturbed")
     "wipes",
     type=named_number("DIR:CHANCE"),
     multiple=True,
-    help="Empty this directory at a fault, with this chance; {process} and {host} are the victim's. Repeatable.",
+    help="Empty this directory at a fault, with this chance: a path ({process} and {host} are the victim's), or ram, "
+    "ssd or durable for the victim's tier. Repeatable.",
 )
 @click.option(
     "--flip",
     "flips",
-    type=named_number("DIR:CHANCE"),
+    type=Parsed("DIR:CHANCE", _flip_of),
+    metavar="[DIR:]CHANCE",
     multiple=True,
-    help="Flip one bit of one file below it at a fault, with this chance. Repeatable.",
+    help="Flip one bit of one file below it at a fault, with this chance; without DIR below any of the victim's tiers. "
+    "Repeatable.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed plans the same faults.")
 @HANG
 @COLD
 @EVENTS
+@click.option(
+    "--report",
+    "report_dir",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write report.json, report.txt and goodput.html to this new directory, with the event logs of the job.",
+)
 @click.option("--compare", is_flag=True, help="Run COMMAND undisturbed too, and compare the states at the end.")
 @DRY_RUN
 @JSON
@@ -109,6 +121,7 @@ def chaos(
     hang: HangPolicy | None,
     cold: bool,
     events: str | None,
+    report_dir: Path | None,
     compare: bool,
     dry_run: bool,
     as_json: bool,
@@ -119,12 +132,14 @@ def chaos(
     by `disturbed`, with --compare also by `undisturbed`: give each its own directories. The states at the end are
     compared if COMMAND calls `ckptkit.state_digest(state)` there.
 
+    With --report and without --events, a manager that is given no event log writes one there.
+
     With --attach the faults hit a job that runs on this host already. It goes on when this command has ended.
     """
     if bool(command) == (attach is not None):
         raise click.UsageError("no command to run: give it after --" if attach is None else "--attach runs no command")
-    if attach is not None and (compare or bucket is not None or events is not None):
-        raise click.UsageError("--attach goes without --compare, --bucket and --events")
+    if attach is not None and (compare or bucket is not None):
+        raise click.UsageError("--attach goes without --compare and --bucket")
     if compare and not any("{run}" in word for word in command):
         raise click.UsageError("--compare runs COMMAND twice: give each run its own directories, by {run} in COMMAND")
     try:
@@ -134,8 +149,8 @@ def chaos(
             count=faults,
             weights=cast("Mapping[FaultKind, float]", dict(kinds or [("kill", 1.0)])),
             lasting_s=lasting_s,
-            wipes=tuple(Hazard(path=os.path.abspath(path), chance=chance) for path, chance in wipes),
-            flips=tuple(Hazard(path=os.path.abspath(path), chance=chance) for path, chance in flips),
+            wipes=tuple(map(_hazard, wipes)),
+            flips=tuple(map(_hazard, flips)),
             hosts=hosts,
         )
         disk = None if fill is None else FullDisk(os.path.abspath(fill))
@@ -144,27 +159,34 @@ def chaos(
         if dry_run:
             _show_plan(planned)
             return Exit.OK
-        flip = partial(flipped, chance=random.Random(f"flips {seed}"))
-        strike = partial(Chaos, planned, lasting_s=lasting_s, disk=disk, flip=flip, say=say_on_stderr)
+        logs = _log_directory(events, report_dir, is_attached=job is not None)
+        notes = None if logs is None else EventLog(logs / "launcher.jsonl", process=-1)
+        strike = partial(
+            Chaos,
+            planned,
+            lasting_s=lasting_s,
+            disk=disk,
+            flip=partial(flipped, chance=random.Random(f"flips {seed}")),
+            places=lambda process: {} if logs is None else places_of(logs, process),
+            events=notes,
+            say=say_on_stderr,
+        )
         if job is not None:
-            run, verdict, log = strike().attach(job), None, None
+            run, verdict = strike().attach(job), None
         else:
-            log = None if events is None else Path(events.replace("{run}", _RUNS[0])) / "launcher.jsonl"
             with _served(bucket) as served, tempfile.TemporaryDirectory(prefix="ckptkit-chaos-") as home:
 
                 def workers(run: str) -> Workers:
-                    return Workers(
-                        [word.replace("{run}", run) for word in command],
-                        processes=processes,
-                        devices_per_process=devices_per_process,
-                        env={
-                            **({} if served is None else served.env),
-                            STATE_DIGEST: str(Path(home) / f"{run}-{{process}}"),
-                        },
-                        warm=WarmStart(is_cold=cold),
+                    env = {STATE_DIGEST: str(Path(home) / f"{run}-{{process}}")} | (
+                        {} if served is None else served.env
                     )
-
-                notes = None if log is None else EventLog(log, process=-1)
+                    if logs is not None and events is None and run == _RUNS[0]:
+                        env[EVENTS_DIRECTORY] = str(logs)
+                    words = [word.replace("{run}", run) for word in command]
+                    warm = WarmStart(is_cold=cold)
+                    return Workers(
+                        words, processes=processes, devices_per_process=devices_per_process, env=env, warm=warm
+                    )
 
                 def launcher(hooks: Hooks, first_attempt: int) -> Launcher:
                     return Launcher(
@@ -176,19 +198,39 @@ def chaos(
                         hooks=hooks,
                     )
 
-                run = strike(bucket=served).run(
-                    launcher, first_attempt=next_attempt(log), on_output=OncePrinter(sys.stderr if as_json else None)
-                )
+                first = next_attempt(None if logs is None else logs / "launcher.jsonl")
+                output = OncePrinter(sys.stderr if as_json else None)
+                run = strike(bucket=served).run(launcher, first_attempt=first, on_output=output)
                 verdict = _verdict(run, workers(_RUNS[1]), Path(home), as_json) if compare else None
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    found = _found(run, plan, verdict)
+    report = ChaosReport(run, seed, verdict, logs)
+    if report_dir is not None:
+        report.write(report_dir)
     if as_json:
-        print_json(found)
+        print_json(report.found)
     else:
-        _show(run, found, None if log is None else log.parent)
+        report.show()
     sys.stdout.flush()
     return Exit.DIFFERENT if verdict == "different" else Exit(int(run.code or 0))
+
+
+def _hazard(given: tuple[str, float]) -> Hazard:
+    place, chance = given
+    return Hazard(path=place if place in PLACES else os.path.abspath(place), chance=chance)
+
+
+def _log_directory(events: str | None, report_dir: Path | None, *, is_attached: bool) -> Path | None:
+    """Where the event logs of the job are. A report has its own, unless the job writes them elsewhere."""
+    if report_dir is not None and report_dir.is_dir() and any(report_dir.iterdir()):
+        raise click.BadParameter(
+            f"{report_dir} is not empty: a report has a directory of its own", param_hint="--report"
+        )
+    if report_dir is not None:
+        report_dir.mkdir(parents=True, exist_ok=True)
+    if events is not None:
+        return Path(events.replace("{run}", _RUNS[0]))
+    return None if report_dir is None or is_attached else report_dir.absolute() / "events"
 
 
 @contextmanager
@@ -221,67 +263,8 @@ def _verdict(run: ChaosRun, workers: Workers, home: Path, as_json: bool) -> str:
     return "equal" if told[0] == told[1] else "different"
 
 
-def _found(run: ChaosRun, plan: FaultPlan, verdict: str | None) -> dict[str, Any]:
-    back_s = [each.back_s for each in run.injected if each.back_s is not None]
-    return {
-        "format": _FORMAT,
-        "seed": plan.seed,
-        "code": None if run.code is None else int(run.code),
-        "seconds": run.seconds,
-        "faults": [asdict(each) for each in run.injected],
-        "unplanned": list(run.unplanned),
-        "back_s_p50": median(back_s) if back_s else None,
-        "back_s_max": max(back_s, default=None),
-        "steps_repeated": sum(each.repeated or 0 for each in run.injected),
-        "state": verdict,
-    }
-
-
 def _show_plan(faults: Sequence[Fault]) -> None:
     for fault in faults:
         also = [*(f"empty {path}" for path in fault.wipes), *(f"flip a bit below {path}" for path in fault.flips)]
         line = f"fault {fault.number}: {time_text(fault.after_s)} after a step, {fault.text}"
         print_line("; ".join([line, *also]))
-
-
-def _show(run: ChaosRun, found: Mapping[str, Any], events: Path | None) -> None:
-    print_line()
-    rows = [
-        (
-            str(each.fault.number),
-            time_text(each.at_s),
-            "; ".join(each.did),
-            "-" if each.back_s is None else time_text(each.back_s),
-            "-" if each.repeated is None else str(each.repeated),
-        )
-        for each in run.injected
-    ]
-    if rows:
-        titles = ("fault", "at", "what", "next step after", "steps again")
-        print_table([(title, title != "what") for title in titles], rows)
-        print_line()
-    back = (
-        ""
-        if found["back_s_p50"] is None
-        else (f"; next step after {time_text(found['back_s_p50'])} (p50), {time_text(found['back_s_max'])} at most")
-    )
-    how = "goes on" if run.code is None else "ended well" if run.code == ExitCode.OK else f"ended with {run.code.name}"
-    faults = count_text(len(run.injected), "fault")
-    print_line(f"the job {how} after {time_text(run.seconds)}: {faults}{back}, {found['steps_repeated']} steps again")
-    for line in run.unplanned:
-        print_line(f"  {line}")
-    if events is not None:
-        try:
-            print_line(headline(goodput_report(load_run(events))))
-        except (ValueError, FileNotFoundError) as error:
-            print_line(f"no goodput: {error}")
-    if found["state"] is not None:
-        print_line(_STATE[found["state"]])
-
-
-_STATE = {
-    "equal": "state at the end: equal to that of the undisturbed run, on every process",
-    "different": "state at the end: DIFFERENT from that of the undisturbed run",
-    "no digest": "state at the end: not compared; call ckptkit.state_digest(state) at the end of the job",
-    "not compared": "state at the end: not compared, since a run did not end well",
-}

@@ -27,6 +27,7 @@ _TITLES = {"at risk": "At risk", "slow": "Slow", "wasteful": "Wasteful"}
 @price_of_hosts("one for each process of the logs")
 @STORAGE_PRICE
 @TIERS
+@click.option("--measure", is_flag=True, help="Write 32 MiB into each --tier on a wrong mount, for its rate.")
 @HOST_ID
 @JSON
 @TIMEOUT
@@ -37,19 +38,21 @@ def doctor(
     hosts: int | None,
     storage_price: Price | None,
     tiers: tuple[str, ...],
+    measure: bool,
     host_id: str | None,
     as_json: bool,
     timeout_s: float,
 ) -> int:
     """Report what is slow, at risk or wasteful about ROOT and its run, and which setting changes it.
 
-    Looks at metadata and logs alone, and changes nothing. Without --events it looks only at the checkpoints.
+    Looks at metadata, mounts and logs alone, and changes nothing. Without --events it looks only at the checkpoints
+    and mounts.
     """
     host = fast_tiers(tiers, host_id)
     if price is not None and events is None:
         raise click.UsageError("--price is for the time of a run: give its logs with --events")
     job_price(price, hosts, processes=1)  # a wrong pair of flags is refused before any work
-    found = diagnose(root, events=events, tiers=tiers, host_id=host, timeout_s=timeout_s)
+    found = diagnose(root, events=events, tiers=tiers, host_id=host, timeout_s=timeout_s, measure=measure)
     costs = _Costs(found, job_price(price, hosts, processes=processes_of(found.facts.events)), storage_price)
     if as_json:
         print_json({**found.to_json(), **costs.to_json()})

@@ -41,7 +41,7 @@ _FILE = OutputFile()
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _NUMBERS = frozenset({
     "time", "share", "attempt", "process", "took", "loop waited", "steps lost", "first step after", "caught up after",
-    "committed after (p50)", "restored step", "goodput", "cost",
+    "committed after (p50)", "restored step", "goodput", "cost", "fault", "at",
 })  # fmt: skip
 _LOSSES = ("attempt", "process", "steps lost", "first step after", "caught up after", "wiped", "lost to")
 _REFRESH_MIN_S = 1.0
@@ -227,6 +227,7 @@ def _rows(report: GoodputReport, costs: _Costs | None = None) -> dict[tuple[str,
     return {
         ("kind of time", "time", "share", *priced): kinds,
         (*_LOSSES, *priced): losses,
+        ("fault", "at", "what it did"): [(str(e.fault), time_text(e.at_s), e.did) for e in report.injected],
         ("mean time to resume", "time"): means,
         ("tier", "committed after (p50)"): tiers,
         ("attempt", "restored step", "took", "loop waited", "served by"): restores,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ckptkit.upkeep import Keep
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([smh])")
+_TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?B)?", re.IGNORECASE)
 
 
@@ -42,13 +44,22 @@ def _keep(text: str) -> Keep:
         raise ValueError(f"{text!r} is not a rule; write newest=5, bytes=2TiB or every=1000") from None
 
 
+class _Seconds(click.FloatRange):
+    """A number of seconds, which may have a unit."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The seconds, or click's message."""
+        found = _TIME.fullmatch(value) if isinstance(value, str) else None
+        return super().convert(float(found[1]) * _TIME_UNITS[found[2]] if found else value, param, ctx)
+
+
 SIZE = Parsed("size", _size_bytes)
 KEEP = Parsed("rule", _keep)
 
 
 def seconds(*names: str, default: float | None = None, least: float = 0, help: str) -> Any:
-    """An option with a time of `least` seconds or more."""
-    shown, kind = default is not None, click.FloatRange(min=least)
+    """An option with a time of `least` seconds or more; also written as `60s`, `5m` or `1h`."""
+    shown, kind = default is not None, _Seconds(min=least)
     return click.option(*names, type=kind, default=default, show_default=shown, metavar="SECONDS", help=help)
 
 

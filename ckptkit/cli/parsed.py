@@ -13,12 +13,12 @@ class Parsed(click.ParamType):
 
     def __init__(self, name: str, parse: Callable[[str], Any]):
         self.name = name
-        self._parse = parse
+        self.parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The value, or click's message. A default that is not text is a value already."""
         try:
-            return self._parse(value) if isinstance(value, str) else value
+            return self.parse(value) if isinstance(value, str) else value
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

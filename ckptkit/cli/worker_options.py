@@ -34,7 +34,7 @@ HANG = click.option(
     default="auto",
     show_default="auto: 10 times the longest pause between steps, at least 1800",
     metavar="SECONDS|auto|off",
-    help="Restart a job that has made no step for so long.",
+    help="Restart a job that has made no step for so long, also before its first step.",
 )
 EVENTS = click.option(
     "--events", metavar="RUN_DIR", help="The job's event logs: write launcher.jsonl here too, for `goodput`."

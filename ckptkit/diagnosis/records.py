@@ -30,9 +30,20 @@ class Advice:
     stored_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misplaced:
+    """A tier on a mount that it is not for. `tier` is None for a fast one whose name is not known."""
+
+    tier: str | None
+    path: str
+    file_system: str
+    problem: str
+    rate_bytes_s: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A run as it is known: its account and events (none where no logs were given), its steps, its bytes.
+    """A run as it is known: its account and events (none where no logs were given), its steps, its bytes, its mounts.
 
     `events` are of all processes, attempts and the launcher, in the order of time.
     """
@@ -41,6 +52,7 @@ class Facts:
     steps: Sequence[StepEntry] = ()
     report: GoodputReport | None = None
     events: Sequence[Event] = field(default_factory=list)
+    misplaced: Sequence[Misplaced] = ()
 
     def of(self, kind: Kind, tier: str | None = None) -> list[Event]:
         """The events of a kind, and of a tier where one is given."""

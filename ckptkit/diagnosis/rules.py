@@ -279,13 +279,11 @@ def _repair_command(facts: Facts) -> str:
 
 def mounts(facts: Facts) -> list[Advice]:
     """A tier is on a mount that is slower, or loses more, than the tier is for. No threshold: the type decides."""
-    last = {event.tier: event for event in facts.of(Kind.MOUNTED) if event.fields.get("problem")}
     found = []
-    for tier, event in sorted(last.items(), key=lambda each: str(each[0])):
-        rates = [e.fields["rate_bytes_s"] for e in facts.of(Kind.MOUNTED, tier) if "rate_bytes_s" in e.fields]
-        rate = f"; it took {size_text(int(rates[-1]))} a second" if rates else ""
-        what = f"tier {tier}, {event.fields.get('path')}, is on {event.fields.get('file_system')}{rate}"
-        found += _said("mounts", "slow", what, str(event.fields["problem"]))
+    for each in sorted(facts.misplaced, key=lambda each: (each.tier or "", each.path)):
+        rate = "" if each.rate_bytes_s is None else f"; it took {size_text(int(each.rate_bytes_s))} a second"
+        what = f"tier {each.tier}, {each.path}," if each.tier else f"tier {each.path}"
+        found += _said("mounts", "slow", f"{what} is on {each.file_system}{rate}", each.problem)
     return found
 
 

@@ -1,22 +1,16 @@
-"""Rules that name a process which is persistently slower than the others: pure functions of the facts."""
+"""Rules that name a process which is persistently slower than the others, by its events."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Mapping
 
 from ckptkit.diagnosis.records import Advice, Facts
 from ckptkit.events import Kind
 from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.util.clock import time_text
+from ckptkit.util.stragglers import late, slow
 
-# A process is slow below this score, the time of the others by its own: the default of NeMo's callback for straggler
-# detection (gpu_relative_perf_threshold).
-SCORE_MIN = 0.7
-SAMPLES_MIN = 8
-PERSISTENT_SHARE = 0.75  # of the samples of a process: below, it was slow at times
-DIFFERENCE_S_MIN = 0.02  # below, nobody would notice
 _OWN_PART_ENDS = {SSD: "copied", DURABLE: "written", PEER: "committed_here"}  # what follows waits for others
 
 
@@ -27,9 +21,9 @@ def slow_processes(facts: Facts) -> list[Advice]:
     """
     found = []
     for what, times in sorted(_own_times(facts).items()):
-        for process, (own_s, others_s) in _slow(times).items():
-            text = f"process {process} takes {time_text(own_s)} for {what}, the others {time_text(others_s)} (p50 of "
-            text += f"{len(times[process])})"
+        for each in slow(times):
+            text = f"process {each.process} takes {time_text(each.own_s)} for {what}, the others "
+            text += f"{time_text(each.others_s)} (p50 of {len(times[each.process])})"
             advice = "look at its host: disk, memory, clock rate of the processors, other jobs"
             found.append(Advice(rule="slow_processes", kind="slow", what=text, advice=advice))
     return found
@@ -43,17 +37,10 @@ def late_process(facts: Facts) -> list[Advice]:
     waits: defaultdict[int, list[float]] = defaultdict(list)
     for event in facts.of(Kind.STAGED):
         waits[event.process].append(float(event.fields.get("computing_s", 0.0)))
-    known = {process: median(each) for process, each in waits.items() if len(each) >= SAMPLES_MIN}
-    if len(known) < 2:
+    if (found := late(waits)) is None:
         return []
-    process = min(known, key=lambda each: known[each])
-    others_s = min(each for other, each in known.items() if other != process)
-    early = [each for each in waits[process] if each < SCORE_MIN * others_s]
-    is_persistent = len(early) >= PERSISTENT_SHARE * len(waits[process])
-    if not is_persistent or others_s - known[process] < DIFFERENCE_S_MIN:
-        return []
-    text = f"process {process} is the last to start its steps: at saves the others wait {time_text(others_s)} or more "
-    text += f"for the devices, and it waits {time_text(known[process])}"
+    text = f"process {found.process} is the last to start its steps: at saves the others wait "
+    text += f"{time_text(found.others_s)} or more for the devices, and it waits {time_text(found.own_s)}"
     advice = "look at what its host does between steps: loading data, logging, garbage collection"
     return [Advice(rule="late_process", kind="slow", what=text, advice=advice)]
 
@@ -78,18 +65,4 @@ def _own_times(facts: Facts) -> Mapping[str, Mapping[int, list[float]]]:
                 found[f"its part of a save to {tier}"][process].append(max(0.0, own_s))
         elif phase is not None and phase == _OWN_PART_ENDS.get(str(tier)) and (process, step, tier) in begun:
             found[f"its part of a save to {tier}"][process].append(event.at_s - begun.pop((process, step, tier)))
-    return found
-
-
-def _slow(times: Mapping[int, Sequence[float]]) -> dict[int, tuple[float, float]]:
-    """The slow processes: their median, and that of the others."""
-    known = {process: median(each) for process, each in times.items() if len(each) >= SAMPLES_MIN}
-    found = {}
-    for process, own_s in known.items():
-        others = [each for other, each in known.items() if other != process]
-        if not others or own_s - (others_s := median(others)) < DIFFERENCE_S_MIN:
-            continue
-        slow = [each for each in times[process] if each * SCORE_MIN > others_s]
-        if len(slow) >= PERSISTENT_SHARE * len(times[process]):
-            found[process] = (own_s, others_s)
     return found

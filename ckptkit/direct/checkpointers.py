@@ -9,6 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ckptkit.direct.handlers import proving
+from ckptkit.job.coordination import refuse_unjoined
 from ckptkit.model import paths
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import make_durable, sync_directory, sync_tree
@@ -28,6 +29,12 @@ class _Direct:
     def handler(self) -> Any:
         """Orbax's handler: a manager that is given the checkpointer takes it, and keeps the digests of its steps."""
         return getattr(self._handler, "stock", self._handler)
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """As Orbax's. Raises `NotJoinedError` in a worker of `ckptkit run` that has not joined its job."""
+        refuse_unjoined()
+        stock: Any = super()
+        return stock.save(*args, **kwargs)
 
     def get_temporary_path(self, directory: Any) -> Any:
         """As Orbax's, with a commit that a power failure on a disk does not undo. On a mount that does not rename a

@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.cells.local_reader import PlacedCells
-from ckptkit.durable.cells.pacing import spread_start
+from ckptkit.durable.cells.pacing import Pace, spread_start
 from ckptkit.durable.cells.range_reader import PlacedRanges
 from ckptkit.durable.cells.reader import CellReader, Wanted
 from ckptkit.durable.cells.tensorstore_wait import (
@@ -117,8 +117,10 @@ class DurableReader:
         proves: Proves = prove_all,
         profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
         trusted: TrustedKey | None = None,
+        pace: Pace | None = None,
     ):
-        """`step` None: that of its sidecars. `item`: the only item to read, so that the step need not be listed.
+        """`step` None: that of its sidecars. `item`: the only item to read, so that the step need not be listed. `pace`
+        is that of several readers together.
 
         `trusted`: `manifests` are those that the owner of this key has signed, and every cell is compared with them.
         """
@@ -128,6 +130,7 @@ class DurableReader:
         self._step = step
         self._item = item
         self._profile = profile
+        self._pace = pace or Pace(profile.read_bytes_per_s)
         self._store: Store = small_objects(self._url, profile)
         self._cells = CellReader(self._url, profile)
         self._placed = PlacedCells(self._url, profile)
@@ -342,6 +345,7 @@ class DurableReader:
         """
 
         def fetch(cell: Box, start: int, stop: int, target: np.ndarray) -> np.ndarray:
+            self._pace.take(stop - start)
             if is_file(leaf):
                 return self._of_file(item, leaf, start, stop)
             placed = self._placed if self._ranges is None else self._ranges

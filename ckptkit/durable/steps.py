@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from ckptkit.durable.abandoned import clean_left, clean_unmarked
-from ckptkit.durable.cells.pacing import WritePace
+from ckptkit.durable.cells.pacing import Pace
 from ckptkit.durable.lifecycle.classify import kind_of_item
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.durable.lifecycle.leases import PruneGuard
@@ -53,6 +53,7 @@ from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
+from ckptkit.util.own_context import own_context
 
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
 # Orbax numbers operations per process: two saves that begin at once mistake each other's directories.
@@ -127,7 +128,8 @@ class DurableSteps:
         self._orbax_writes = finishes_in_its_own_way(options)
         self.stock = StockManager(self.url, self._options, setup)
         mode = options.file_options.path_permission_mode if options.file_options else None
-        self.pace = WritePace(profile.write_bytes_per_s)
+        self.pace = Pace(profile.write_bytes_per_s)
+        self._read_pace = Pace(profile.read_bytes_per_s)
         # Of the last save, data files that this process took over from the step before: `shared_bytes`, `shared_from`.
         self.shared: Mapping[str, int] = {}
         self._step_writer = StepWriter(self.url, self._tries, profile, mode=mode, pace=self.pace)
@@ -159,7 +161,8 @@ class DurableSteps:
         except ValueError:  # a name format of the caller's, and no step of any of its names
             path = self.directory / self._options.step_name_format.build_name(step)  # pyright: ignore[reportOptionalMemberAccess]
         url = str(path).replace("gs:/", "gs://") if "gs://" not in str(path) else str(path)
-        return DurableReader(url, step=step, proves=proves, profile=self.profile, trusted=trusted)
+        pace = self._read_pace
+        return DurableReader(url, step=step, proves=proves, profile=self.profile, trusted=trusted, pace=pace)
 
     def save_id(self, step: int) -> SaveId | None:
         """Which save a committed step is; None for one that stock Orbax wrote. Cost: a small read; of a step without a
@@ -288,7 +291,7 @@ class DurableSteps:
         writer = self._views.fresh(self._own_writer())
         args = items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items)
         try:
-            with self._alone():
+            with self._alone(), own_context():
                 writer.save(save_id.step, args=args, metrics=metrics, force=True, custom_metadata=dict(custom))
             self._identities[save_id.step] = save_id
             if not self._deletes_later:

@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from ckptkit.durable.cells.pacing import WritePace, spread_start
+from ckptkit.durable.cells.pacing import Pace, spread_start
 from ckptkit.durable.cells.tensorstore_wait import large_objects, small_objects
 from ckptkit.durable.cells.unchanged import Sharing
 from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
@@ -83,12 +83,12 @@ class StepWriter:
         profile: DurableProfile,
         *,
         mode: int | None = None,
-        pace: WritePace | None = None,
+        pace: Pace | None = None,
     ):
         self._url = url
         self._coordinator = coordinator
         self._profile = profile
-        self._pace = pace or WritePace(profile.write_bytes_per_s)
+        self._pace = pace or Pace(profile.write_bytes_per_s)
         self._sharing = Sharing(url)
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 

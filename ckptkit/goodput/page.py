@@ -98,6 +98,7 @@ def goodput_page(
             *([] if bill is None else ["<h2>What it cost</h2>", _costs(bill, arithmetic)]),
             "<h2>What each loss cost</h2>",
             _losses(report, run),
+            _injected(report),
             "<h2>How long saves held the step loop</h2>",
             f'<div class="wide">{_histogram(run.stalls_ms)}</div>',
             _lines(run),
@@ -155,6 +156,11 @@ def _timeline(run: Timeline) -> str:
         )
         cross = f'<path d="M {x - 6:.1f} 6 l 12 12 m 0 -12 l -12 12" stroke="currentColor" stroke-width="2.5"/>'
         drawn.append(_group("loss", said, line + cross))
+    for each in run.injected[:_MARKS_MAX]:
+        x = _x(each.at_s, run)
+        said = f"fault {each.fault}: {each.did}, at {time_text(each.at_s)}"
+        shape = f'<path d="M {x:.1f} 22 l 6 7 l -6 7 l -6 -7 Z" fill="#F0E442" stroke="currentColor"/>'
+        drawn.append(_group("injected", said, shape))
     for mark in run.restores:
         x = _x(mark.at_s, run)
         said = f"restored step {mark.step} from {', '.join(mark.tiers) or 'nothing'}, at {time_text(mark.at_s)}"
@@ -233,6 +239,16 @@ def _losses(report: GoodputReport, run: Timeline) -> str:
     return f'<div class="wide">{table}</div>{more}'
 
 
+def _injected(report: GoodputReport) -> str:
+    """The faults of `ckptkit chaos`; nothing where there were none."""
+    if not report.injected:
+        return ""
+    cells = [(time_text(each.at_s), str(each.fault), each.did) for each in report.injected[:_MARKS_MAX]]
+    rows = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    head = "<tr><th>at</th><th>fault</th><th>what it did</th></tr>"
+    return f'<h2>Injected faults</h2><div class="wide"><table>{head}{rows}</table></div>'
+
+
 def _lines(run: Timeline) -> str:
     """The log lines that lead to each loss: the table of losses links here."""
     told = []
@@ -276,7 +292,12 @@ def _short(number: float) -> str:
 
 def _legend() -> str:
     entries = [f'<span><svg viewBox="0 0 22 13">{_box(part, 0, 0, 22, 13)}</svg>{_name(part)}</span>' for part in Part]
-    signs = ("&#10005; with a line: a loss", "&#9650; a restore", "red &#10005; in a lane: a save that was not taken")
+    signs = (
+        "&#10005; with a line: a loss",
+        "&#9670; an injected fault",
+        "&#9650; a restore",
+        "red &#10005; in a lane: a save that was not taken",
+    )
     entries += [f"<span>{sign}</span>" for sign in signs]
     return f'<div class="legend">{"".join(entries)}</div>'
 

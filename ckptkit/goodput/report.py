@@ -100,6 +100,20 @@ class Disruption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Injected:
+    """Harm that `ckptkit chaos` did, `at_s` seconds after the run began: to `target`, in the words of `did`.
+
+    `what`: the kind of fault number `fault`, or `wipe` or `flip` for the damage that it did to files.
+    """
+
+    at_s: float
+    fault: int
+    what: str
+    target: str
+    did: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saves:
     """Stall of the step loop per save (its slowest process counts) and commit time per tier."""
 
@@ -138,6 +152,7 @@ class GoodputReport:
     restores: tuple[Restore, ...]
     steps_from: StepsFrom
     custom_s: Mapping[str, float]
+    injected: tuple[Injected, ...] = ()
 
     @property
     def mean_time_to_resume_s(self) -> dict[str, float]:
@@ -178,6 +193,15 @@ def goodput_report(logs: Sequence[Sequence[Event]]) -> GoodputReport:
         restores=_restores(attempts),
         steps_from=steps_from_of(attempts),
         custom_s=_custom_s(attempts),
+        injected=_injected(launcher, clock_s[0]),
+    )
+
+
+def _injected(launcher: Sequence[Event], began_s: float) -> tuple[Injected, ...]:
+    told = [(event.at_s, event.fields) for event in launcher if event.kind == Kind.INJECTED]
+    return tuple(
+        Injected(at_s=at_s - began_s, **{name: fields[name] for name in ("fault", "what", "target", "did")})
+        for at_s, fields in sorted(told, key=lambda each: each[0])
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ckptkit.events import Event, Kind
 from ckptkit.goodput.parts import Interval, Part, partition
-from ckptkit.goodput.report import Disruption, goodput_report, stalls_of
+from ckptkit.goodput.report import Disruption, Injected, goodput_report, stalls_of
 from ckptkit.goodput.runs import attempts_of, clock_of, intervals
 
 _PROCESSES_SHOWN, _LINES_SHOWN = 8, 3
@@ -66,6 +66,7 @@ class Timeline:
     losses: tuple[LossMark, ...]
     restores: tuple[RestoreMark, ...]
     stalls_ms: tuple[float, ...]
+    injected: tuple[Injected, ...] = ()
 
 
 def timeline_of(logs: Sequence[Sequence[Event]]) -> Timeline:
@@ -93,6 +94,7 @@ def timeline_of(logs: Sequence[Sequence[Event]]) -> Timeline:
         ),
         restores=tuple(_restores(events, origin_s)),
         stalls_ms=tuple(sorted(1e3 * stall_s for *_, stall_s in stalls_of(attempts))),
+        injected=report.injected,
     )
 
 

@@ -168,9 +168,10 @@ class Guard:
         if missing := {rule.signal for rule in self._rules} - {None, *signals}:
             raise ValueError(f"watch: rules judge {', '.join(sorted(map(str, missing)))}, which the call does not give")
         if self._known.alarm is None:
-            for value in signals.values():
-                if isinstance(value, jax.Array):
-                    value.copy_to_host_async()
+            with jax.transfer_guard_device_to_host("allow"):  # a guard is for transfers that nobody asked for
+                for value in signals.values():
+                    if isinstance(value, jax.Array):
+                        value.copy_to_host_async()
             self._pending.append((step, signals))
             lag = self._policy.lag_steps if any(isinstance(v, jax.Array) for v in signals.values()) else 0
             self._read(keep=lag)
@@ -242,8 +243,10 @@ class Guard:
     def _read(self, *, keep: int) -> None:
         while len(self._pending) > keep and self._known.alarm is None:
             step, signals = self._pending.popleft()
-            for signal, value in sorted(signals.items()):
-                self._judge(signal, Reading(step, float(value)))
+            with jax.transfer_guard_device_to_host("allow"):
+                readings = {signal: Reading(step, float(value)) for signal, value in sorted(signals.items())}
+            for signal, reading in readings.items():
+                self._judge(signal, reading)
 
     def _judge(self, signal: str, reading: Reading) -> None:
         """Books a reading, with what the rules find of it; the first alarm of a step counts."""

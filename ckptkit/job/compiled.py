@@ -19,6 +19,7 @@ from typing import Any, Literal, final
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from ckptkit.errors import ProgramChangedError
 from ckptkit.util import unproven
@@ -27,11 +28,11 @@ from ckptkit.util.disk_file import refuse_other_owner
 _MAGIC = b"ckptkit program 1\n"
 _REFUTED = b"ckptkit program 1, refuted\n"
 _HASH_BYTES = 32
+_KEY_BYTES = 16
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 _ENTRIES_MAX = 64  # files of one directory; the oldest go first
 _logger = getLogger("ckptkit")
-_hits = threading.local()
-_listening: list[bool] = []
+_jax_cache_is_off = threading.Lock()
 
 
 @final
@@ -73,12 +74,14 @@ def compiled(fn: Any, *args: Any, cache: str | os.PathLike[str] | None, key: Any
     A program is found by its arguments with their shardings, the source of its module, and that of the edited modules
     that this one names. The versions of installed packages, devices, flags, JAX's settings and this process's number
     count too. `key` is any JSON value, for what the function takes from elsewhere (a configuration in a closure).
+    If only the sources changed, the function is traced and lowered, and a kept program of the same result is loaded.
 
     `cache` is a local directory; None compiles without one. Its files hold pickles, so it has to belong to this user,
-    and nobody else may write there; otherwise it is not used, with a warning. The same holds for a program that cannot
-    be serialised, or that came from JAX's own cache. The newest 64 programs are kept.
+    and nobody else may write there; otherwise it is not used, with a warning. A program that cannot be serialised is
+    not kept, with a warning. The newest 64 programs are kept.
 
-    Cost of a load: the sources are read and hashed (about 10 ms for 100 files), the executable is deserialised.
+    Cost of a load: the sources are read and hashed (about 10 ms for 100 files), the executable is deserialised. A
+    program that is not there yet may come from JAX's own compilation cache, except on CPU: there it is compiled.
     """
     path = None if cache is None else _entry(cache, fn, args, key)
     if path is None:
@@ -89,30 +92,40 @@ def compiled(fn: Any, *args: Any, cache: str | os.PathLike[str] | None, key: Any
         _logger.info("%s is loaded from %s, and compared with a fresh trace after its first call", _name(fn), path)
         return CompiledProgram(program, "loaded", _Proof(fn, args, digest, path))
     lowered = fn.lower(*args)
-    before = _hits_of_thread()
-    program = lowered.compile()
-    if _hits_of_thread() != before:
-        _logger.info("%s is from JAX's compilation cache: such a program is not kept for the next start", _name(fn))
-    elif not _is_refuted(path):
-        _keep(path, program, _digest_of(lowered))
+    digest = _digest_of(lowered)
+    if not _is_refuted(path):
+        program = _load_same(path, digest)
+        if program is not None:
+            return CompiledProgram(program, "loaded", None)
+    program = _compile(lowered, args)
+    if not _is_refuted(path):
+        _keep(path, program, digest)
     return CompiledProgram(program, "compiled", None)
 
 
-def _hits_of_thread() -> int:
-    """How many programs JAX's compilation cache has given this thread since the first call.
+def _compile(lowered: jax.stages.Lowered, args: tuple[Any, ...]) -> jax.stages.Compiled:
+    """The program, in a form that can be serialised.
 
     XLA's CPU backend serialises a program that was itself loaded without a part of its functions (jaxlib 0.10.2): it
-    would be kept, loaded, and fail in its first step.
+    would be kept, loaded, and fail in its first step. So there JAX's cache is off meanwhile, for all threads.
     """
-    if not _listening:
-        _listening.append(True)
-        jax.monitoring.register_event_listener(_count_hit)
-    return getattr(_hits, "count", 0)
+    placed = [leaf.sharding.device_set for leaf in jax.tree.leaves(args) if getattr(leaf, "sharding", None) is not None]
+    platforms = {device.platform for devices in placed for device in devices} or {jax.default_backend()}
+    if platforms != {"cpu"}:
+        return lowered.compile()
+    with _jax_cache_is_off:
+        before = jax.config.values["jax_enable_compilation_cache"]
+        try:
+            _set_jax_cache(False)
+            # The option has its default value: with one, JAX gives no program that this process has loaded before.
+            return lowered.compile(compiler_options={"xla_embed_ir_in_executable": False})
+        finally:
+            _set_jax_cache(before)
 
 
-def _count_hit(event: str, **_: Any) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        _hits.count = getattr(_hits, "count", 0) + 1
+def _set_jax_cache(is_enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", is_enabled)
+    compilation_cache.reset_cache()  # JAX reads the setting once
 
 
 @final
@@ -149,8 +162,13 @@ class _Proof:
             raise self._error
 
     def _compare(self, first: jax.Array | None) -> None:
-        with suppress(RuntimeError):  # donated meanwhile: the second step has begun
+        try:
             jax.block_until_ready(first)  # at the same time the trace doubles the processor time of the first step
+        except RuntimeError as error:
+            if first is None or not first.is_deleted():  # else donated: the second step has begun
+                self._path.unlink(missing_ok=True)  # it may be the program that fails, at each start
+                self._error = error
+                return
         try:
             with nullcontext() if self._mesh.empty else jax.set_mesh(self._mesh):
                 same = _digest_of(self._fn.lower(*self._args)) == self._digest
@@ -195,6 +213,7 @@ def _name(fn: Any) -> str:
 
 
 def _key(fn: Any, args: tuple[Any, ...], key: Any) -> str:
+    """The digest of all that decides about the program except its sources; then the digest of those."""
     leaves, tree = jax.tree.flatten(args)
     told = {
         "function": f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', '')}",
@@ -205,15 +224,20 @@ def _key(fn: Any, args: tuple[Any, ...], key: Any) -> str:
         "platform": jax.devices()[0].client.platform_version,
         "process": [jax.process_index(), jax.process_count()],
         "flags": {name: os.environ.get(name) for name in _FLAGS},
-        "settings": {name: repr(value) for name, value in sorted(jax.config.values.items())},
+        "settings": {
+            name: repr(value)
+            for name, value in sorted(jax.config.values.items())
+            if "compilation_cache" not in name and "persistent_cache" not in name  # no part of a program
+        },
         "python": sys.version,
         "versions": _versions(),
     }
-    digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=_HASH_BYTES)
+    context = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=_KEY_BYTES)
+    sources = hashlib.blake2b(digest_size=_KEY_BYTES)
     for path in sorted(_sources(fn)):
         with suppress(OSError):
-            digest.update(hashlib.blake2b(Path(path).read_bytes()).digest())
-    return digest.hexdigest()[:32]
+            sources.update(hashlib.blake2b(Path(path).read_bytes()).digest())
+    return f"{context.hexdigest()}-{sources.hexdigest()}"
 
 
 def _sharding(leaf: Any) -> str:
@@ -308,11 +332,25 @@ def _load(path: Path) -> tuple[jax.stages.Compiled, bytes] | None:
     return found, digest
 
 
-def _read(path: Path) -> bytes:
+def _load_same(path: Path, digest: bytes) -> jax.stages.Compiled | None:
+    """The program that was made from the same trace under other sources, such as a comment; kept as `path` now."""
+    context = path.name.rpartition("-")[0]
+    for other in path.parent.glob(f"{context}-*"):
+        with suppress(OSError):
+            if _read(other, len(_MAGIC) + _HASH_BYTES) == _MAGIC + digest:
+                found = _load(other)
+                if found is not None and found[1] == digest:
+                    other.replace(path)
+                    _logger.info("%s is loaded from %s: its sources changed, and its trace did not", context, path)
+                    return found[0]
+    return None
+
+
+def _read(path: Path, size: int = -1) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with open(fd, "rb") as file:
         _refuse_others(os.fstat(fd), path)
-        return file.read()
+        return file.read(size)
 
 
 def _is_refuted(path: Path) -> bool:

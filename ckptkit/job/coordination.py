@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, Protocol, final
 import jax
 from jax._src import distributed  # the client has no public name; tests/job/test_coordination.py probes for it
 
-from ckptkit.errors import CoordinationError
+from ckptkit.errors import CoordinationError, NotJoinedError
 from ckptkit.events import EventLog
 from ckptkit.job.meeting import Decide, Delete, Exchange, Get, Listing, Meetings, Now, Order, Pause, Put, Request
 from ckptkit.util import clock
@@ -120,6 +121,22 @@ def make_coordinator(timeout_s: float = TIMEOUT_S) -> Coordinator:
     if jax.process_count() == 1:
         return LocalCoordinator(timeout_s)
     return JaxCoordinator(timeout_s)
+
+
+def refuse_unjoined() -> None:
+    """Raises `NotJoinedError` in one of several workers of `ckptkit run` that has not called
+    `jax.distributed.initialize()`: each would take itself for the whole job, and save to the same place.
+
+    The variables of the launcher are also seen by what a worker starts. Only the worker itself is a child of the agent.
+    """
+    of = os.environ.get("CKPTKIT_PROCESSES", "1")
+    if of == "1" or os.environ.get("CKPTKIT_AGENT") != str(os.getppid()) or jax.process_count() > 1:
+        return
+    raise NotJoinedError(
+        f"process {os.environ.get('CKPTKIT_PROCESS')} of the {of} that `ckptkit run` has started has not joined their "
+        "job, and would save to the same place as the others. Call jax.distributed.initialize() before any other use "
+        "of JAX. Start runs that are independent of each other with one `ckptkit run` each"
+    )
 
 
 def coordinator_address() -> str | None:

@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+from ckptkit.events import Event, EventLog, Kind
 from ckptkit.launch.attached import AttachedJob
-from ckptkit.launch.faults import LASTING, Fault
+from ckptkit.launch.faults import ANY, LASTING, PLACES, Fault, is_own
 from ckptkit.launch.harm import FullDisk, LocalBucket, emptied, flipped
 from ckptkit.launch.launcher import Launcher
 from ckptkit.launch.policy import ExitCode
 from ckptkit.launch.workers import Hooks
-from ckptkit.util.clock import Deadline, monotonic_s
+from ckptkit.util.clock import Deadline, monotonic_s, wall_s
 
 _START_MAX_S = 60.0  # a job that marks no steps counts as running after this
 _LOOK_S = 0.1
@@ -62,8 +63,9 @@ class Chaos:
 
     `run` starts the job, and starts it again after each loss as `ckptkit run` does. `attach` hits one that runs.
     Lasting faults take `lasting_s`. `flip(directory)` flips a bit and returns the place in words, None where it finds
-    none. `on_lost(attempt, process, struck)` is called when all processes are dead and the damage is done; `struck` are
-    the faults that ended the attempt, none for a loss by itself.
+    none. `places(process)` gives the directories of a process's tiers by name, for faults that name a tier. Each fault,
+    and each damage, is an event in `events`. `on_lost(attempt, process, struck)` is called when all processes are dead
+    and the damage is done; `struck` are the faults that ended the attempt, none for a loss by itself.
     """
 
     def __init__(
@@ -74,11 +76,14 @@ class Chaos:
         bucket: LocalBucket | None = None,
         disk: FullDisk | None = None,
         flip: Callable[[Path], str | None] | None = None,
+        places: Callable[[int], Mapping[str, str]] = lambda process: {},
+        events: EventLog | None = None,
         on_lost: Callable[[int, int, Sequence[Injected]], None] = lambda attempt, process, struck: None,
         say: Callable[[str], None],
     ):
         self._faults, self._lasting_s, self._bucket, self._disk = tuple(faults), lasting_s, bucket, disk
         self._on_lost, self._say = on_lost, say
+        self._places, self._events = places, events or EventLog(process=-1)
         self._flip = flip or partial(flipped, chance=random.Random(0))
         for fault in self._faults:
             self._check(fault)
@@ -142,8 +147,10 @@ class Chaos:
         job = self._job
         if job is None:
             return False
-        injected = Injected(fault=fault, at_s=monotonic_s() - self._begun_s, attempt=self._attempt)
+        lasts: dict[str, Any] = {"lasts_s": self._lasting_s} if fault.kind in LASTING else {}
         with self._lock:
+            at_s = wall_s()
+            injected = Injected(fault=fault, at_s=monotonic_s() - self._begun_s, attempt=self._attempt)
             text = self._begin_lasting(job, fault) if fault.kind in LASTING else self._strike(job, injected)
             if text is None:
                 return False
@@ -152,7 +159,7 @@ class Chaos:
             self._due.append(injected)
             if fault.kind not in LASTING:
                 self._stepping.clear()
-            self._note(injected, text)
+            self._note(injected, text, what=fault.kind, target=fault.target, at_s=at_s, **lasts)
         if fault.kind in LASTING:
             self._over.wait(self._lasting_s)
             self._end_lasting(job, fault)
@@ -249,14 +256,38 @@ class Chaos:
         self._on_lost(attempt, process, struck)  # outside the lock: the caller may hold its own while it injects
 
     def _harm(self, injected: Injected) -> None:
-        for path in injected.fault.wipes:
-            self._note(injected, f"emptied {path}: {emptied(Path(path))} files")
-        for path in injected.fault.flips:
-            hit = self._flip(Path(path))
-            self._note(injected, f"{FLIPPED}{hit}" if hit else f"no file to flip below {path}")
+        for place in injected.fault.wipes:
+            paths = self._paths(place, injected)
+            for path in paths:
+                self._note(injected, f"emptied {path}: {emptied(path)} files", what="wipe", target=str(path))
+            if not paths:
+                self._note(injected, f"no {place} to empty: the job's event log names no such directory")
+        for place in injected.fault.flips:
+            paths = self._paths(place, injected)
+            for path in paths:
+                if hit := self._flip(path):
+                    self._note(injected, f"{FLIPPED}{hit}", what="flip", target=str(path))
+                    break
+            else:
+                where = f"below {' or '.join(map(str, paths))}" if paths else f"in {place}: the event log names none"
+                self._note(injected, f"no file to flip {where}")
 
-    def _note(self, injected: Injected, text: str) -> None:
+    def _paths(self, place: str, injected: Injected) -> list[Path]:
+        """The directories of a place; of any place all that the victim has, and another one first at each fault."""
+        if place not in PLACES:
+            return [Path(place)]
+        places = sorted(self._places(injected.fault.victims[0]).items())
+        found = [Path(path) for name, path in places if place in (name, ANY) and is_own(path)]
+        first = injected.fault.number % max(1, len(found))
+        return [*found[first:], *found[:first]]
+
+    def _note(self, injected: Injected, text: str, *, what: str = "", at_s: float | None = None, **fields: Any) -> None:
+        """Keeps and shows what was done, in words; with `what` as an event too."""
         injected.did.append(text)
+        if what:
+            fields = {"fault": injected.fault.number, "what": what, "did": text, **fields}
+            at_s = wall_s() if at_s is None else at_s
+            self._events.record(Event(kind=Kind.INJECTED, at_s=at_s, process=-1, fields=fields))
         self._say(f"chaos: {text}")
 
     # In the thread of the faults.
@@ -297,7 +328,8 @@ class Chaos:
             does_harm = bool(fault.wipes or fault.flips)
             done = job.kill(fault.victims, (lambda: self._harm(injected)) if does_harm else None)
         else:
-            killed = [job.kill(victim, wiped=fault.wipes) for victim in fault.victims]
+            wiped = tuple(str(path) for place in fault.wipes for path in self._paths(place, injected))
+            killed = [job.kill(victim, wiped=wiped) for victim in fault.victims]
             done = any(killed)  # one that had ended already needs no second kill
         return _past(fault) if done else None
 

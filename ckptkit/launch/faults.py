@@ -8,15 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from ckptkit.model.tiers import DURABLE, RAM, SSD
+
 FaultKind = Literal["kill", "host", "freeze", "preempt", "fill", "outage"]
 KINDS: Final = ("kill", "host", "freeze", "preempt", "fill", "outage")
 LASTING: Final = frozenset({"freeze", "fill", "outage"})  # they end by themselves, and the job may live through them
+ANY: Final = "any"
+PLACES: Final = (RAM, SSD, DURABLE, ANY)  # of the victim, as its event log has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hazard:
     """A directory, and the chance that a fault also damages it. In the path `{process}` is the number of the victim,
-    and `{host}` that of its host."""
+    and `{host}` that of its host. One of `PLACES` is the directory of the victim's tier, or of one of its tiers."""
 
     path: str
     chance: float
@@ -24,16 +28,22 @@ class Hazard:
     def __post_init__(self) -> None:
         if not 0 <= self.chance <= 1:
             raise ValueError(f"{self.path}: the chance is {self.chance:g}, expected 0 to 1")
-        checked_own(self.path)
+        if self.path not in PLACES:
+            checked_own(self.path)
 
     def path_of(self, victim: int, host: int) -> str:
         """The directory of a victim."""
         return self.path.replace("{process}", str(victim)).replace("{host}", str(host))
 
 
+def is_own(path: str) -> bool:
+    """Whether it is absolute, and not near the root of the file system."""
+    return len(Path(path).parts) >= 3 and Path(path).is_absolute()
+
+
 def checked_own(path: str) -> str:
-    """The path. Raises `ValueError` for one that is not absolute, or that is near the root of the file system."""
-    if len(Path(path).parts) < 3 or not Path(path).is_absolute():
+    """The path. Raises `ValueError` for one that may not be the job's own."""
+    if not is_own(path):
         raise ValueError(f"{path}: give a directory of the job's own, by its whole path")
     return path
 
@@ -41,7 +51,7 @@ def checked_own(path: str) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One fault, planned for `after_s` seconds after the job has made a step, or after its launch. `victims`: processes
-    (all those of a host). `wipes`, `flips`: directories."""
+    (all those of a host). `wipes`, `flips`: directories, or `PLACES`."""
 
     number: int
     after_s: float
@@ -52,16 +62,22 @@ class Fault:
     since: Literal["step", "launch"] = "step"
 
     @property
+    def target(self) -> str:
+        """Its victim: `process 3`."""
+        return {
+            "kill": f"process {self.victims[0]}",
+            "host": f"the host of processes {', '.join(map(str, self.victims))}",
+            "freeze": f"process {self.victims[0]}",
+            "preempt": "the job",
+            "fill": "the disk",
+            "outage": "the bucket",
+        }[self.kind]
+
+    @property
     def text(self) -> str:
         """In words: `kill process 3`."""
-        return {
-            "kill": f"kill process {self.victims[0]}",
-            "host": f"kill the host of processes {', '.join(map(str, self.victims))}",
-            "freeze": f"freeze process {self.victims[0]}",
-            "preempt": "preempt the job",
-            "fill": "fill the disk",
-            "outage": "take the bucket away",
-        }[self.kind]
+        verb = {"host": "kill", "outage": "take away"}.get(self.kind, self.kind)
+        return f"{verb} {self.target}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

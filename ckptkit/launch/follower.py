@@ -10,19 +10,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, final
 
+from ckptkit.launch.beats import beats_message
 from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.command import python_command
 from ckptkit.launch.control import Connection, ControlError, checked_secret, connect
 from ckptkit.launch.host import LocalHost
 from ckptkit.launch.policy import ExitCode
 from ckptkit.launch.roster import SILENCE_S
-from ckptkit.launch.signals import signals_mean
+from ckptkit.launch.signals import passed_by, signals_mean
 from ckptkit.launch.specs import JobPlace, specs_of
 from ckptkit.launch.workers import Hooks, Workers
-from ckptkit.util.clock import Deadline
+from ckptkit.util.clock import Deadline, monotonic_s
+from ckptkit.util.heartbeat import Beats
 
 _TICK_S = 0.1
 _AGAIN_S = 0.2
+_BEATS_S = 1.0
 
 
 @final
@@ -58,6 +61,9 @@ class Follower:
         self._attempt: int | None = None
         self._alive: list[Child] = []
         self._told = ""
+        self._to_pass: list[int] = []
+        self._sent_beats: dict[int, Beats | None] = {}
+        self._next_beats_s = 0.0
 
     def run(self) -> int:
         """Blocks until the job is over; returns the exit code of the job."""
@@ -67,7 +73,7 @@ class Follower:
             signal.SIGTERM: lambda: self._tell("preempted"),
         }
         try:
-            with signals_mean(acts):
+            with signals_mean({**acts, **passed_by(self._pass_on)}):
                 while True:
                     code = self._serve(self._connect())
                     if code is not None:
@@ -93,7 +99,7 @@ class Follower:
                     raise ControlError(f"no first agent at {host}:{port} for {self._join_s:.0f} s: {error}") from error
             if self._told:
                 raise KeyboardInterrupt
-            ended_among((), self._wake, _AGAIN_S)
+            self._wait(_AGAIN_S)
 
     def _serve(self, connection: Connection) -> int | None:
         """Obeys until the job is over (its exit code), or the connection (None)."""
@@ -111,6 +117,7 @@ class Follower:
                     connection.send({"is": self._told})
                     self._told = ""
                 self._local.tick()
+                self._send_beats(connection)
                 if self._errors:
                     raise self._errors.pop()
                 with suppress(queue.Empty):
@@ -135,8 +142,6 @@ class Follower:
             self._stop(float(message["grace_s"]))
             connection.send({"is": "stopped", "attempt": self._attempt})
             self._attempt = None
-        elif what == "signal":
-            self._local.signal(int(message["signal"]))
         elif what == "dump":
             self._local.dump()
         elif what == "preload":
@@ -146,6 +151,16 @@ class Follower:
         elif what == "finish":
             return int(message["code"])
         return None
+
+    def _send_beats(self, connection: Connection) -> None:
+        """Once a second, where a worker has made a step since."""
+        if self._attempt is None or monotonic_s() < self._next_beats_s:
+            return
+        self._next_beats_s = monotonic_s() + _BEATS_S
+        beats = self._local.beats()
+        if beats != self._sent_beats:
+            self._sent_beats = beats
+            connection.send({**beats_message(beats), "attempt": self._attempt})
 
     def _start(self, message: dict[str, Any]) -> None:
         self._attempt = int(message["attempt"])
@@ -159,6 +174,8 @@ class Follower:
         self._hooks.on_attempt(self._attempt)
         self._local.learn([str(name) for name in message["modules"]])
         self._local.start(specs_of(self._workers.command, place, self._workers.prefixes))
+        self._to_pass.clear()  # they were for workers that have ended: new ones have no handlers yet
+        self._sent_beats = {}
         self._alive = list(self._local.children)
         for child in self._alive:
             child.start_reading()
@@ -183,10 +200,17 @@ class Follower:
     def _wait(self, timeout_s: float = _TICK_S) -> list[Child]:
         ended = ended_among(self._alive, self._wake, timeout_s)
         self._alive = [child for child in self._alive if child not in ended]
+        while self._to_pass:
+            self._local.signal(self._to_pass.pop(0))
         return ended
 
     def _put(self, inbox: queue.SimpleQueue[Any], message: dict[str, Any] | ControlError) -> None:
         inbox.put(message)
+        os.eventfd_write(self._wake, 1)
+
+    def _pass_on(self, signum: int) -> None:
+        """In a signal handler: for the workers of this host, if they run."""
+        self._to_pass.append(signum)
         os.eventfd_write(self._wake, 1)
 
     def _tell(self, what: str) -> None:

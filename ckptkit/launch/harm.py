@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
+from ckptkit.events import LOG_NAME, Kind, read_events
 from ckptkit.launch.faults import checked_own
+from ckptkit.model.tiers import DURABLE
 
 _FLIPPED_BYTES_MIN = 64
 _FILLED_BYTES_MIN = 4096
@@ -73,6 +75,19 @@ def flipped(directory: Path, chance: random.Random) -> str | None:
     offset, bit = chance.randrange(path.stat().st_size), chance.randrange(8)
     flip_bit(path, offset, bit)
     return f"{path}, byte {offset:,}"
+
+
+def places_of(directory: Path, process: int) -> dict[str, str]:
+    """The local directories of a process's tiers by name, and `durable`, as its newest event log below `directory` has
+    them; empty where it has opened no manager."""
+    logs = {path: LOG_NAME.fullmatch(path.name) for path in directory.glob(f"attempt-*-process-{process}.jsonl")}
+    for path in sorted(logs, key=lambda path: int(found[1]) if (found := logs[path]) else -1, reverse=True):
+        opened = [event.fields for event in read_events(path) if event.kind == Kind.OPENED]
+        places = {name: place for each in opened for name, place in each.get("places", {}).items()}
+        if opened:
+            places[DURABLE] = str(opened[-1]["directory"])
+            return {name: place for name, place in places.items() if "://" not in place}
+    return {}
 
 
 def flip_bit(path: Path, offset: int, bit: int) -> None:

@@ -14,7 +14,7 @@ from ckptkit.launch.host import LocalHost
 from ckptkit.launch.policy import ExitCode, HangPolicy, Loss, RestartPolicy
 from ckptkit.launch.ports import free_port
 from ckptkit.launch.roster import Report, Roster
-from ckptkit.launch.signals import signals_mean
+from ckptkit.launch.signals import passed_by, signals_mean
 from ckptkit.launch.specs import JobPlace, specs_of
 from ckptkit.launch.status import Status
 from ckptkit.launch.watch import Watch
@@ -72,16 +72,15 @@ class Launcher:
     def run(self) -> ExitCode:
         """Blocks until the job has ended, and returns how. Emits STARTED, DISRUPTED, RELAUNCHED, FINISHED.
 
-        In the main thread SIGINT and SIGHUP mean `stop`, SIGTERM means `preempt`, and SIGUSR1 and SIGUSR2 go to all
-        processes while this runs.
+        In the main thread SIGINT and SIGHUP mean `stop`, SIGTERM means `preempt`, and SIGUSR1 and SIGUSR2 go to the
+        processes of this host while this runs.
         """
         code = ExitCode.INTERRUPTED
         self._events.emit(Kind.STARTED, attempt=self._first_attempt, pid=os.getpid())
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         acts = {signal.SIGINT: self.stop, signal.SIGHUP: self.stop, signal.SIGTERM: self.preempt}
-        passed = {signum: lambda signum=signum: self.pass_on(signum) for signum in (signal.SIGUSR1, signal.SIGUSR2)}
         try:
-            with signals_mean({**acts, **passed}):
+            with signals_mean({**acts, **passed_by(self.pass_on)}):
                 code = self._run_attempts()
         finally:
             self._local.close()
@@ -114,7 +113,7 @@ class Launcher:
         self._wake_up()
 
     def pass_on(self, signum: int) -> None:
-        """Makes `run` give all processes the signal. From anywhere."""
+        """Makes `run` give the processes of this host the signal, if they run. From anywhere."""
         self._to_pass.append(signum)
         self._wake_up()
 
@@ -181,8 +180,6 @@ class Launcher:
         if hosts is None and not self._is_told():
             self._say("too few hosts came: giving up")
             return ExitCode.BUDGET_SPENT
-        if self._watch is not None:
-            self._watch.begin(attempt)
         self._hooks.on_attempt(attempt)
         try:
             if hosts is not None and not self._is_told():
@@ -214,6 +211,9 @@ class Launcher:
             self._roster.start(attempt, coordinator, self._local.modules)
         place = JobPlace(first=0, here=here, processes=self._total, coordinator=coordinator, attempt=attempt)
         self._local.start(specs_of(self._workers.command, place, self._workers.prefixes))
+        if self._watch is not None:
+            self._watch.begin(attempt)
+        self._to_pass.clear()  # they were for workers that have ended: new ones have no handlers yet
         self._children = self._local.children
         for child in self._children:  # only now: `on_output` may `kill` any of them
             child.start_reading()
@@ -265,10 +265,10 @@ class Launcher:
             if losses and not self._errors:
                 return self._silent(min(losses, key=self._blame), alive)
             while self._to_pass:
-                self._pass_on(self._to_pass.pop(0))
+                self._local.signal(self._to_pass.pop(0))
             if self._watch is not None and (hung := self._look(self._watch)) is not None:
                 return hung
-        if self._watch is not None:
+        if self._watch is not None and self._children:
             self._take_beats(self._watch)  # the last steps of the attempt
         return None
 
@@ -293,11 +293,6 @@ class Launcher:
         self._codes.update(report.ended)
         return [Loss(process=process, returncode=code) for process, code in report.ended if Loss.is_one(code)]
 
-    def _pass_on(self, signum: int) -> None:
-        self._local.signal(signum)
-        if self._roster is not None:
-            self._roster.tell("signal", signal=signum)
-
     def _look(self, watch: Watch) -> Loss | None:
         """Looks at the beats: the first worker that hangs is the loss, and the log has the stacks of all."""
         self._local.tick()
@@ -320,6 +315,10 @@ class Launcher:
         if (back := watch.recovery(beats)) is not None:
             self._say(back.text)
             self._status.recovered(back)
+        if self._roster is not None:
+            beats |= self._roster.beats()
+        for line in watch.slow(beats):
+            self._say(line)
         hung = watch.look(beats)
         if watch.has_stepped:
             self._status.stepped(watch.attempt, watch.reached)

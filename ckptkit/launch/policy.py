@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass
 from enum import IntEnum
@@ -103,8 +104,9 @@ class WarmStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangPolicy:
-    """When a worker that makes no step is lost: after `limit_s`. Where that is None, after ten times the longest pause
-    between two steps of this job, and 1,800 s at least. The time before the first step is not limited."""
+    """When a job that makes no step is lost: after `limit_s`, also before the first step of an attempt. Where that is
+    None, after ten times the longest pause of this job between two steps (before the first step of an attempt: ten
+    times the longest time to a first step, without a limit until there was one), and 1,800 s at least."""
 
     limit_s: float | None = None
 
@@ -112,9 +114,11 @@ class HangPolicy:
         if self.limit_s is not None and self.limit_s <= 0:
             raise ValueError(f"the hang limit is {self.limit_s} s, expected more than 0")
 
-    def limit_after(self, longest_s: float) -> float:
-        """The limit for a worker whose longest pause was `longest_s`."""
-        return self.limit_s if self.limit_s is not None else max(HANG_LIMIT_S, HANG_PAUSES * longest_s)
+    def limit_after(self, longest_s: float | None) -> float:
+        """The limit for a pause, where the longest one of its kind was `longest_s` (None: there was none)."""
+        if self.limit_s is not None:
+            return self.limit_s
+        return math.inf if longest_s is None else max(HANG_LIMIT_S, HANG_PAUSES * longest_s)
 
 
 def next_attempt(log: Path | None) -> int:

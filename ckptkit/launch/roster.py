@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
+from ckptkit.launch.beats import beats_of
 from ckptkit.launch.control import Connection, ControlError, Listener
 from ckptkit.util.clock import Deadline, monotonic_s
+from ckptkit.util.heartbeat import Beats
 
 SILENCE_S = 5.0  # after which a host is lost: five pings
 _STOP_EXTRA_S = 10.0  # for a host to end its workers, beyond their grace
@@ -37,13 +39,14 @@ class HostLimits:
 @dataclass(eq=False, slots=True)
 class RemoteHost:
     """An agent that has connected. `attempt`: the one that its workers belong to, None while they do not run.
-    `told`: how many modules it knows that a template imports."""
+    `told`: how many modules it knows that a template imports. `beats`: the newest of its workers, as it sent them."""
 
     name: str
     rank: int
     connection: Connection
     attempt: int | None = None
     told: int = 0
+    beats: dict[int, Beats | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,7 @@ class Roster:
         """Starts the workers of the other hosts."""
         total = self._processes * (1 + len(self._places))
         for place, host in enumerate(self._places, start=1):
-            host.attempt = attempt
+            host.attempt, host.beats = attempt, {}
             host.connection.send(
                 {
                     "do": "start",
@@ -119,6 +122,12 @@ class Roster:
         """The next report of a host in the attempt, if there is one."""
         with self._lock:
             return self._reports.popleft() if self._reports else None
+
+    def beats(self) -> dict[int, Beats | None]:
+        """The newest beats of the workers of the other hosts."""
+        with self._lock:
+            hosts = [host.beats for host in self._places if host.attempt is not None]
+            return {process: each for beats in hosts for process, each in beats.items()}
 
     def first_process(self, host: RemoteHost) -> int:
         """The first process of a host in the attempt; of one that is in none, 0."""
@@ -182,6 +191,12 @@ class Roster:
         connection.start(lambda message: self._hear(host, message), lambda error: self._lost(host, error))
 
     def _hear(self, host: RemoteHost, message: dict[str, Any]) -> None:
+        if message.get("is") == "beats":
+            first = self.first_process(host)
+            with self._lock:
+                if host.attempt == message.get("attempt"):
+                    host.beats = beats_of(message, range(first, first + self._processes))
+            return
         with self._lock:
             if message.get("is") == "here":
                 host.name, host.rank = str(message.get("name"))[:200], int(message.get("rank", 0))

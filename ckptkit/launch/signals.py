@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
+def passed_by(act: Callable[[int], None]) -> dict[signal.Signals, Callable[[], None]]:
+    """The signals that a scheduler sends to all agents and means for their workers, as calls of `act`."""
+    return {signum: lambda signum=signum: act(signum) for signum in (signal.SIGUSR1, signal.SIGUSR2)}
+
+
 @contextmanager
 def signals_mean(acts: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
     """The signals call the acts in the block. In another thread than the main one nothing changes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ def specs_of(
         }
         environment = {f"CKPTKIT_{name.upper()}": value for name, value in values.items()}
         environment |= {"CKPTKIT_LOCAL_PROCESS": str(local), "CKPTKIT_LOCAL_PROCESSES": str(place.here)}
+        environment["CKPTKIT_AGENT"] = str(os.getpid())
         found.append(
             WorkerSpec(
                 process=place.first + local,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
+from ckptkit.launch.pace import Pace
 from ckptkit.launch.policy import HangPolicy
 from ckptkit.util.clock import monotonic_s, time_text
 from ckptkit.util.heartbeat import Beats
@@ -24,8 +25,8 @@ class Recovery:
     @property
     def text(self) -> str:
         """One line for a person."""
-        repeated = f"; steps {self.step} to {self.reached} again" if self.repeated else ""
-        return f"attempt {self.attempt}: step {self.step} is done {time_text(self.seconds)} after the loss{repeated}"
+        again = f"steps {self.step} to {self.reached} again" if self.repeated else "no step was lost"
+        return f"attempt {self.attempt}: step {self.step} is done {time_text(self.seconds)} after the loss; {again}"
 
     @property
     def repeated(self) -> int:
@@ -39,7 +40,10 @@ class Watch:
 
     def __init__(self, hang: HangPolicy | None):
         self._hang = hang
-        self._longest_s = 0.0  # of the job
+        self._longest_s = 0.0  # pause between two steps, of the job
+        self._longest_start_s: float | None = None  # to a first step, of the job
+        self._started_s = 0.0
+        self._pace = Pace()
         self._reached: int | None = None
         self._lost_at_s: float | None = None
         self._failed_at: int | None = None
@@ -49,8 +53,9 @@ class Watch:
         self.fails_again = False
 
     def begin(self, attempt: int) -> None:
-        """An attempt begins."""
+        """The workers of an attempt have been started."""
         self.attempt, self._is_back, self.has_stepped = attempt, False, False
+        self._started_s, self._pace = monotonic_s(), Pace()
 
     def lost(self, at_s: float, *, failed: bool) -> None:
         """The attempt was lost at this time of the monotonic clock. `failed`: a process ended itself with an error; if
@@ -70,17 +75,32 @@ class Watch:
 
         Of several, the one that stopped first: the others wait for it.
         """
-        known = {process: each for process, each in beats.items() if each is not None}
-        if not known:
+        if not beats:
             return None
+        known = {process: each for process, each in beats.items() if each is not None}
+        if known:
+            self._learn(known)
+        last = {
+            process: (0, self._started_s) if each is None else (each.count, each.at_s)
+            for process, each in beats.items()
+        }
+        process = min(last, key=lambda each: last[each])
+        pause_s = monotonic_s() - max(at_s for _, at_s in last.values())
+        longest_s = self._longest_s if known else self._longest_start_s
+        is_hung = self._hang is not None and pause_s > self._hang.limit_after(longest_s)
+        return (process, pause_s) if is_hung else None
+
+    def slow(self, beats: Mapping[int, Beats | None]) -> list[str]:
+        """A line for each process that is persistently slow; each is named once in an attempt."""
+        return self._pace.look(beats)
+
+    def _learn(self, known: Mapping[int, Beats]) -> None:
         self.has_stepped = True
         self._longest_s = max([self._longest_s, *(each.longest_s for each in known.values())])
+        first_s = max(each.first_s for each in known.values()) - self._started_s
+        self._longest_start_s = max(self._longest_start_s or 0.0, first_s)
         if self._is_back or self._lost_at_s is None:
             self._reached = known[min(known)].step
-        process = min(known, key=lambda each: (known[each].count, known[each].at_s))
-        pause_s = monotonic_s() - max(each.at_s for each in known.values())
-        is_hung = self._hang is not None and pause_s > self._hang.limit_after(self._longest_s)
-        return (process, pause_s) if is_hung else None
 
     def recovery(self, beats: Mapping[int, Beats | None]) -> Recovery | None:
         """The return from the last loss, once: when process 0 has made a step."""

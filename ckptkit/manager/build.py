@@ -41,6 +41,7 @@ from ckptkit.schedule.decider import Decider
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.provenance import provenance_here
+from ckptkit.snapshot.staging import Stager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +103,9 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         for tier in settings.tiers
         if tier.medium != PEER
     }
-    memory = HostMemory(settings.saving.host_bytes_max)
-    in_flight_max = settings.saving.in_flight_max
     job_hosts = gather_job_hosts(settings, job)
+    memory = HostMemory(settings.saving.host_bytes_max, processes=job_hosts.rank[1])
+    in_flight_max = settings.saving.in_flight_max
     tiers = job_hosts.tiers
     warn_of_other_hosts(host_dirs, job_hosts)
     arenas: Mapping[str, Arena] = {}
@@ -148,7 +149,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
             branch,
             retention,
             settings.saving,
-            threads(coordinator, memory),
+            threads(coordinator, Stager(memory, device_bytes_max=settings.saving.device_copy_bytes_max)),
         )
         decider = Decider(options, tiers, durable_infos(ledger, durable), coordinator)
         opened.pop_all()

@@ -16,8 +16,8 @@ from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of
 from ckptkit.durable.orbax.monitoring import OrbaxMonitoring
 from ckptkit.durable.signatures import TrustedKey
 from ckptkit.errors import SaveFailedError
-from ckptkit.events import EventLog
-from ckptkit.job.coordination import Job, make_coordinator
+from ckptkit.events import EventLog, default_log
+from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
 from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.catalog import Catalog
@@ -73,7 +73,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       deprecated: fields of these three as keywords of their own (`DEPRECATED_KEYWORDS`), with a DeprecationWarning.
 
     Raises the errors of Orbax's constructor for the shared arguments. Raises `TierUnusableError` for a tier that cannot
-    be written, `StoreError` for a durable root that cannot be read, `CoordinationError` if a process does not join.
+    be written, `StoreError` for a durable root that cannot be read, `CoordinationError` if a process does not join,
+    `NotJoinedError` in a worker of `ckptkit run` that has not called `jax.distributed.initialize()`.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             tiers=checked_tiers(tuple(tiers)),
             durable=durable,
             host_id=host_id or socket.gethostname(),
-            events=events or EventLog(),
+            events=events or default_log(),
             saving=saving,
             restoring=restoring,
             processes=processes,
@@ -115,6 +116,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._logger = logger or ocp.logging.StandardLogger()
         self._account = RunAccount(self._settings.events, progress=progress)
         refuse_part_of_job(self._options, jax.process_count())
+        if not self._options.read_only:
+            refuse_unjoined()
         log_events(self._settings.events, jax.process_index())
         setup = Setup(
             checkpointers=checkpointers,

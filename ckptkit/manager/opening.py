@@ -168,7 +168,7 @@ def peer_arena_name(number: int) -> str:
     return f"buddy-{number}"
 
 
-def abstract_slot_bytes(trees: Mapping[str, Any]) -> tuple[int, int, int]:
+def abstract_slot_bytes(trees: Mapping[str, Any], *, pinned: bool = False) -> tuple[int, int, int]:
     """The bytes of slot that a save of `trees` takes on this process, the most on any, and those of its transfers.
 
     Leaves may be `jax.ShapeDtypeStruct`; without a sharding an abstract leaf counts as whole on every process. Exact:
@@ -185,8 +185,9 @@ def abstract_slot_bytes(trees: Mapping[str, Any]) -> tuple[int, int, int]:
             for process in range(len(by_process)) if processes is None else processes:
                 by_process[process] += -(-box.size * array.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
     own_bytes = by_process[jax.process_index()]
-    windows = sum(2 * WINDOW_BYTES for device in devices if is_accelerator(device))
-    return own_bytes, max(by_process), min(own_bytes, windows)
+    accelerators = sum(map(is_accelerator, devices))
+    transfers_bytes = own_bytes if pinned and accelerators else min(own_bytes, accelerators * 2 * WINDOW_BYTES)
+    return own_bytes, max(by_process), transfers_bytes
 
 
 def make_tiers(

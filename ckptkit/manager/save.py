@@ -27,6 +27,7 @@ from ckptkit.save.records import Admission, Ticket
 from ckptkit.snapshot.copying import transfer_bytes
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems, abstract_items, as_it_is, save_items
+from ckptkit.snapshot.shards import PINNED
 from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
 from ckptkit.util import unproven
 from ckptkit.util.clock import Deadline
@@ -97,6 +98,7 @@ class Saver:
         self._branch = components.history.branch
         self._metadata_index = components.history.metadata_index
         self._pipeline = components.pipeline
+        self._pinned = settings.saving.staging == PINNED
         self._said: set[str] = set()  # items reported as not held by fast tiers
         self._no_files: set[str] = set()  # items whose handlers write what is not made of files alone
 
@@ -129,12 +131,13 @@ class Saver:
         by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
         abstract = abstract_items(by_name, default_item=default_item)
         if abstract is not None and not _all_placed(abstract.trees):
-            self._pipeline.slots.prepare(*abstract_slot_bytes(abstract.trees))
+            self._pipeline.slots.prepare(*abstract_slot_bytes(abstract.trees, pinned=self._pinned))
             return
         captured = abstract or save_items(by_name, default_item=default_item)
         if not isinstance(captured, str):
             description = self._pipeline.describe(captured.trees, chunk_bytes=captured.chunk_bytes)
-            self._pipeline.slots.prepare(description.slot_bytes, description.share_bytes, transfer_bytes(description))
+            transfers_bytes = transfer_bytes(description.extents, pinned=self._pinned)
+            self._pipeline.slots.prepare(description.slot_bytes, description.share_bytes, transfers_bytes)
 
     def take(self, request: Request, call: Call) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""

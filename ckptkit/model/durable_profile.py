@@ -20,7 +20,10 @@ COMPRESSORS: Final[Mapping[Codec, Mapping[str, Any]]] = {
 }
 _UNITS = {"_bytes_per_s": "bytes per second", "_bytes": "bytes", "_s": "seconds"}
 _OPTIONAL = frozenset(
-    {"write_bytes_per_s", "job_write_bytes_per_s", "job_write_concurrency", "job_read_concurrency", "start_spread_s"}
+    {
+        *("write_bytes_per_s", "read_bytes_per_s", "job_write_bytes_per_s", "job_read_bytes_per_s"),
+        *("job_write_concurrency", "job_read_concurrency", "start_spread_s"),
+    }
 )
 # GCS takes 1,000 writes and 5,000 reads a second of a new bucket before it scales up (its page "request-rate").
 _SPREAD_S_PER_PROCESS = 1e-3
@@ -47,8 +50,10 @@ class DurableProfile:
       sixth of their total, at least 9 MiB, and about this at most.
       write_bytes_per_s: the rate of this process's durable writes, on average over some seconds, before encoding; None:
         no limit.
-      job_write_bytes_per_s: the same for all processes of the job together; each keeps to an equal part of it. None: no
-        limit. With both, the lower rate counts.
+      read_bytes_per_s: the rate at which this process's restores take bytes from the durable tier, on average over some
+      seconds. A second's worth may be read ahead, `read_ahead_bytes` at most. None: no limit.
+      job_write_bytes_per_s, job_read_bytes_per_s: the same for all processes of the job together; each keeps to an
+        equal part of it. None: no limit. With both, the lower rate counts.
       job_write_concurrency, job_read_concurrency: requests in flight of all processes of the job together; each has an
         equal part of them, and at least one. With fewer writes than processes, so many processes write at a time, and
         the others wait for their turn. None: no limit of the job.
@@ -69,7 +74,9 @@ class DurableProfile:
     read_ahead_bytes: int = 128 << 20
     in_flight_bytes: int = 2 << 30
     write_bytes_per_s: float | None = None
+    read_bytes_per_s: float | None = None
     job_write_bytes_per_s: float | None = None
+    job_read_bytes_per_s: float | None = None
     job_write_concurrency: int | None = None
     job_read_concurrency: int | None = None
     start_spread_s: float | None = None
@@ -100,10 +107,14 @@ class DurableProfile:
     def for_one_of(self, processes: int) -> DurableProfile:
         """The profile of one process in a job of so many: its part of the job's limits is its own limit."""
         own: dict[str, Any] = {}
-        if self.job_write_bytes_per_s is not None:
-            part = self.job_write_bytes_per_s / processes
-            rate = part if self.write_bytes_per_s is None else min(part, self.write_bytes_per_s)
-            own |= {"write_bytes_per_s": rate, "job_write_bytes_per_s": None}
+        for field in ("write_bytes_per_s", "read_bytes_per_s"):
+            job, rate = getattr(self, f"job_{field}"), getattr(self, field)
+            if job is not None:
+                part = job / processes
+                own |= {field: part if rate is None else min(part, rate), f"job_{field}": None}
+        read_rate = own.get("read_bytes_per_s", self.read_bytes_per_s)
+        if read_rate is not None:
+            own["read_ahead_bytes"] = min(self.read_ahead_bytes, max(1, int(read_rate)))
         for field, job in (
             ("write_concurrency", self.job_write_concurrency),
             ("read_concurrency", self.job_read_concurrency),

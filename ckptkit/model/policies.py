@@ -209,6 +209,9 @@ class SaveOptions:
       ramdisk tier a snapshot is in flight until every tier has it, so this limits the snapshots in memory.
       host_bytes_max: the most host memory that this process's snapshots may take, ramdisk slots included. The limit
         is the least of this, `memory.max` of every control group above the process, and what the mount has free.
+      device_copy_bytes_max: the most memory of each accelerator that copies of saves may take; None: what
+        `ckptkit.snapshot.device_room` finds free, 0: none. The part of a state that has no room there is copied to
+        pinned host memory: the next step then waits for that transfer before it takes over (donates) the state.
       durable_busy: the behaviour of a save that is due in the durable tier while that tier is busy. `wait` blocks and
         reports how long (`waited_s` of the `staged` event). `skip` leaves the step out of the durable tier. Forced
         saves and those of a preemption always wait.
@@ -224,6 +227,7 @@ class SaveOptions:
     staging: StagingChoice = "auto"
     in_flight_max: int = 1
     host_bytes_max: int | None = None
+    device_copy_bytes_max: int = 0
     durable_busy: DurableBusy = "wait"
     on_failure: FailurePolicy = field(default_factory=FailurePolicy)
     replicas: ReplicaPolicy | None = field(default_factory=ReplicaPolicy)
@@ -238,6 +242,8 @@ class SaveOptions:
             raise ValueError(f"in_flight_max={self.in_flight_max}: at least one snapshot must be allowed")
         if self.host_bytes_max is not None and self.host_bytes_max < 1:
             raise ValueError(f"host_bytes_max={self.host_bytes_max}: give a number of bytes, or None for no setting")
+        if self.device_copy_bytes_max < 0:
+            raise ValueError(f"device_copy_bytes_max={self.device_copy_bytes_max}: give a number of bytes, 0 for none")
         if self.durable_busy not in get_args(DurableBusy):
             raise ValueError(f"durable_busy {self.durable_busy!r}: give one of {', '.join(get_args(DurableBusy))}")
         if not isinstance(self.revision, str | None):

@@ -27,6 +27,7 @@ from ckptkit.restore.read import OnRejected, execute
 from ckptkit.restore.request import RestoreRequest
 from ckptkit.snapshot.small_items import give_back
 from ckptkit.util.gc_pause import collection_paused, old_afterwards
+from ckptkit.util.own_context import own_context
 from ckptkit.util.pages import empty_block
 from ckptkit.util.waits import Meter
 
@@ -136,7 +137,7 @@ class LocalRead:
 
     def assemble(self, proven: Verified, save_id: SaveId) -> dict[str, Any]:
         """The trees of what is proven; sets the iterators: nothing before this changes what the caller has."""
-        with jax.transfer_guard("allow"):  # of small items, and casts of arrays
+        with jax.transfer_guard("allow"):  # of small items, and what Orbax restores
             return self._assembled(proven, save_id)
 
     def _assembled(self, proven: Verified, save_id: SaveId) -> dict[str, Any]:
@@ -146,7 +147,8 @@ class LocalRead:
         items: dict[str, Any] = {}
         for item in prepared.asked.trees:
             placed = [proven.leaves[target.key] for target in prepared.targets if target.key[0] == item]
-            items[item] = prepared.answers[item].finished(placed)
+            with own_context():  # for casts
+                items[item] = prepared.answers[item].finished(placed)
         for name, stored in prepared.inline.items():
             items[name] = give_back(stored, prepared.asked.inline[name])
         for name, files in prepared.files.items():

@@ -211,6 +211,8 @@ class _SlotBoxes:
         if not self._proves_all and self._slot.gone():  # no digest would have shown it
             raise CorruptCheckpointError(self._superseded, path=str(self._directory))
 
-    def read_run(self, boxes: Sequence[tuple[LeafRecord, BoxRecord]]) -> list[np.ndarray | None]:
+    def read_run(
+        self, boxes: Sequence[tuple[LeafRecord, BoxRecord]], fresh: Callable[[int], np.ndarray]
+    ) -> list[np.ndarray | None]:
         """As `SlotReader.read_run`, where every box is to be proven."""
-        return self._slot.read_run(boxes) if self._proves_all else [None] * len(boxes)
+        return self._slot.read_run(boxes, fresh) if self._proves_all else [None] * len(boxes)

@@ -20,7 +20,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord
 from ckptkit.restore.plan import BoxRead, Key, RestorePlan, in_reading_order
 from ckptkit.util.gc_pause import collection_paused
-from ckptkit.util.pages import ALIGNMENT_BYTES, empty_block
+from ckptkit.util.pages import ALIGNMENT_BYTES, PAGE_BYTES, FreshBlocks, empty_block, flat_block
 from ckptkit.util.sharing import SMALL_BYTES, copy_threads, share_work
 
 _HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -31,6 +31,9 @@ _BLOCK_BYTES = 16 << 20
 _ANNOUNCED_BLOCK_BYTES = 1 << 20  # a block is whole when the last of its leaves has come: not long after the first
 _OWN_BYTES = 1 << 20  # a leaf of it has a block of its own
 _PARTS_MAX = 16  # of a large box, for as many threads
+
+
+Fresh = Callable[[int], np.ndarray]  # so many bytes of memory
 
 
 class BoxReader(Protocol):
@@ -45,8 +48,8 @@ class BoxReader(Protocol):
 class RunReader(Protocol):
     """A `BoxReader` that also reads many whole boxes at once."""
 
-    def read_run(self, boxes: Sequence[tuple[LeafRecord, BoxRecord]]) -> list[np.ndarray | None]:
-        """Each box, of one cell, proven, in memory of the caller's; None for one that it does not give this way."""
+    def read_run(self, boxes: Sequence[tuple[LeafRecord, BoxRecord]], fresh: Fresh) -> list[np.ndarray | None]:
+        """Each box, of one cell, proven, in memory from `fresh`; None for one that it does not give this way."""
         ...
 
 
@@ -111,9 +114,15 @@ def execute(
             run(unit)
 
     def read_small() -> None:
-        ordered = sorted(small, key=lambda leaf: -leaf.box_bytes) if waits else small
-        for unit in reading.shared_out(ordered, _ANNOUNCED_BLOCK_BYTES if waits else _BLOCK_BYTES):
-            run(unit)
+        if waits:
+            for unit in reading.shared_out(sorted(small, key=lambda leaf: -leaf.box_bytes), _ANNOUNCED_BLOCK_BYTES):
+                run(unit)
+            return
+        with FreshBlocks() as fresh:
+            units = list(reading.shared_out(small, fresh=fresh.take))
+            fresh.expect([unit.pages_bytes for unit in units])
+            for unit in units:
+                run(unit)
 
     def run(unit: _Unit) -> None:
         try:
@@ -159,6 +168,7 @@ class _Unit:
 
     nbytes: int
     read: Callable[[], None]
+    pages_bytes: int = 0  # of small leaves that are read together, as they lie in a slot: each begins a page
 
 
 @dataclass(slots=True)
@@ -201,22 +211,25 @@ class _Reading:
             for read in in_reading_order([read for leaf in leaves for read in leaf.reads])
         ]
 
-    def shared_out(self, leaves: Iterable[_Leaf], block_bytes: int = _BLOCK_BYTES) -> Iterable[_Unit]:
+    def shared_out(
+        self, leaves: Iterable[_Leaf], block_bytes: int = _BLOCK_BYTES, fresh: Fresh = flat_block
+    ) -> Iterable[_Unit]:
         """The leaves in units: several small ones together, up to `block_bytes`, or parts of a large one."""
         together: list[_Leaf] = []
-        together_bytes = 0
+        together_bytes = pages_bytes = 0
         for leaf in leaves:
             nbytes = leaf.nbytes
             if nbytes > block_bytes:
                 yield from self._parts_of(leaf)
                 continue
             if together_bytes + nbytes > block_bytes:
-                yield _Unit(together_bytes, partial(self._read_together, together))
-                together, together_bytes = [], 0
+                yield _Unit(together_bytes, partial(self._read_together, together, fresh), pages_bytes)
+                together, together_bytes, pages_bytes = [], 0, 0
             together.append(leaf)
             together_bytes += nbytes
+            pages_bytes += -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         if together:
-            yield _Unit(together_bytes, partial(self._read_together, together))
+            yield _Unit(together_bytes, partial(self._read_together, together, fresh), pages_bytes)
 
     def _parts_of(self, leaf: _Leaf) -> Iterable[_Unit]:
         parts = [(read, part) for read in leaf.reads for part in _parts(read)]
@@ -224,9 +237,9 @@ class _Reading:
         for read, part in parts:
             yield _Unit(part.size * read.dtype.itemsize, partial(self._read_part, read, part, shared))
 
-    def _read_together(self, leaves: Sequence[_Leaf]) -> None:
+    def _read_together(self, leaves: Sequence[_Leaf], fresh: Fresh) -> None:
         reads = [read for leaf in leaves for read in leaf.reads]
-        blocks, read_bytes = self._in_runs(reads)
+        blocks, read_bytes = self._in_runs(reads, fresh)
         self._read_alone(reads, blocks, read_bytes)
         at = 0
         for leaf in leaves:
@@ -238,7 +251,7 @@ class _Reading:
         with self._counting:
             self._count(read_bytes)
 
-    def _in_runs(self, reads: Sequence[BoxRead]) -> tuple[list[np.ndarray | None], dict[str, int]]:
+    def _in_runs(self, reads: Sequence[BoxRead], fresh: Fresh) -> tuple[list[np.ndarray | None], dict[str, int]]:
         """The boxes that their first source gives together and proven, None for the others, which are read alone: that
         tells why. And their bytes by tier."""
         by_source: dict[int, tuple[list[int], list[tuple[LeafRecord, BoxRecord]]]] = {}
@@ -257,7 +270,7 @@ class _Reading:
             if not isinstance(reader, RunReader) or len(places) == 1:
                 continue
             nbytes = 0
-            for at, block in zip(places, reader.read_run(records), strict=True):
+            for at, block in zip(places, reader.read_run(records, fresh), strict=True):
                 if block is not None:
                     blocks[at] = block
                     nbytes += reads[at].nbytes

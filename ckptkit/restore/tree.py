@@ -52,38 +52,37 @@ def boxes_needed(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...],
 
 
 def targets_of(
-    item: str, wanted: Iterable[tuple[LeafPath, Any]], stored: Sequence[LeafRecord], *, step: int, where: str
+    item: str, wanted: Sequence[tuple[LeafPath, Any]], stored: Sequence[LeafRecord], *, step: int, where: str
 ) -> list[Target]:
     """The `wanted` leaves, each checked against what is stored; all differences are raised at once.
 
     Raises `TreeMismatchError`: shapes, dtypes, leaves missing on either side. Nothing is cast, padded or cut.
     """
     on_disk = {leaf.path: leaf for leaf in stored}
-    differences, targets, asked = [], [], set()
+    differences, targets = [], []
     process = jax.process_index()
     forms: dict[Any, Form] = {}
-    alike: dict[Any, tuple[Any, Form]] = {}  # by shape, dtype, and the `id` of a sharding, which is kept with it
+    plain: dict[Any, Form] = {}  # by shape, dtype and sharding: found with half of the work
     for path, leaf in wanted:
-        asked.add(path)
         record = on_disk.get(path)
         if record is None:
             name = f"{item}:{'.'.join(path)}"
             differences.append(f"{name} is {_describe_abstract(leaf)} in abstract_state, but not on disk")
         elif isinstance(leaf, jax.ShapeDtypeStruct) and (sharding := leaf.sharding) and is_plain_match(leaf, record):
-            known = (record.shape, record.dtype, id(sharding))
-            if (found := alike.get(known)) is None:
-                alike[known] = found = (sharding, _form(leaf, record, process, forms))
-            targets.append(Target((item, path), found[1]))
+            if (form := plain.get(known := (record.shape, record.dtype, sharding))) is None:
+                plain[known] = form = _form(leaf, record, process, forms)
+            targets.append(Target((item, path), form))
         elif not _same(leaf, record):
             name, described = f"{item}:{record.name}", _describe_abstract(leaf)
             differences.append(f"{name} is {record.describe()} on disk, {described} in abstract_state")
         else:
             targets.append(Target((item, path), _form(leaf, record, process, forms)))
-    differences += [
-        f"{item}:{leaf.name} is {leaf.describe()} on disk, but not in abstract_state"
-        for path, leaf in on_disk.items()
-        if path not in asked
-    ]
+    if missing := on_disk.keys() - [path for path, _ in wanted]:
+        differences += [
+            f"{item}:{leaf.name} is {leaf.describe()} on disk, but not in abstract_state"
+            for path, leaf in on_disk.items()
+            if path in missing
+        ]
     if differences:
         raise TreeMismatchError(differences, step=step, where=where)
     return targets

@@ -43,7 +43,7 @@ from ckptkit.save.voting import Voting
 from ckptkit.slots.arena import Slot
 from ckptkit.snapshot.describe import Describer, Description
 from ckptkit.snapshot.items import SaveItems
-from ckptkit.util import clock
+from ckptkit.util import clock, heartbeat
 from ckptkit.util.clock import Deadline
 
 VOTES_WAITING_MAX = 1024  # of saves that came too early: a few hundred bytes each
@@ -234,6 +234,9 @@ class SavePipeline:
         if snapshot is not None:
             # A reference to the trees, held in the background, would keep device memory in use.
             save = replace(save, items=replace(items, trees={}), snapshot=snapshot, staged_s=staged_s)
+            computing_s = snapshot.staging.computing_s
+            stall_s = max(0.0, staged_s - start_s - computing_s)
+            heartbeat.staged(max(0.0, stall_s - waited_s), computing_s)
             self._events.emit(
                 Kind.STAGED,
                 step=save_id.step,
@@ -241,9 +244,9 @@ class SavePipeline:
                 reason=snapshot.staging.reason,
                 bytes=description.held_bytes,
                 tiers=sorted(save.due),
-                stall_s=round(max(0.0, staged_s - start_s - snapshot.staging.computing_s), 6),
+                stall_s=round(stall_s, 6),
                 waited_s=round(waited_s, 6),
-                computing_s=round(snapshot.staging.computing_s, 6),
+                computing_s=round(computing_s, 6),
                 **({"tree_bytes": description.tree_bytes} if DURABLE in save.due else {}),
                 **({"policy": "wait"} if turn.was_busy else {}),
             )

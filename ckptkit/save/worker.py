@@ -11,7 +11,6 @@ from typing import final
 from ckptkit.job.coordination import Coordinator, LocalCoordinator
 from ckptkit.save.disk_copy import DiskCopy
 from ckptkit.save.protocol import Machinery, SaveProtocol, drive
-from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.staging import Stager
 from ckptkit.util.clock import Deadline
 
@@ -98,10 +97,10 @@ class Worker:
                 self._changed.notify_all()
 
 
-def threads(coordinator: Coordinator, memory: HostMemory) -> Machinery:
-    """Real threads and copies, over the job's coordinator; copies in pinned memory count against `memory`."""
+def threads(coordinator: Coordinator, stager: Stager) -> Machinery:
+    """Real threads and copies, over the job's coordinator."""
     return Machinery(
         make_worker=partial(Worker, coordinator=coordinator),
         make_disk_copy=DiskCopy,
-        begin_staging=Stager(memory).begin,
+        begin_staging=stager.begin,
     )

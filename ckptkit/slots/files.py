@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import stat
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from ckptkit.errors import TierUnusableError
 from ckptkit.model import paths
 from ckptkit.slots.host_memory import mount_room, store_full
 from ckptkit.store.local import make_directory, sync_directory
+from ckptkit.store.quarantine import try_lock
 from ckptkit.util.disk_file import open_slot, refuse_other_owner
 from ckptkit.util.pages import PAGE_BYTES
 
@@ -42,19 +43,29 @@ def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, in
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(directory / paths.LOCK_NAME, flags, 0o600)
         except OSError as error:
-            raise TierUnusableError(
-                f"tier directory {directory} cannot be used: {error.strerror}; give a directory that this user "
-                "may write",
-                path=str(directory),
-            ) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            continue
-        _held.add(fd)
-        return directory, fd
+            raise _unusable(directory, f"{error.strerror}; give a directory that this user may write") from error
+        with ExitStack() as opened:
+            opened.callback(os.close, fd)
+            if _locked(fd, directory):
+                opened.pop_all()
+                _held.add(fd)
+                return directory, fd
     raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
+
+
+def _locked(fd: int, directory: Path) -> bool:
+    try:
+        taken = try_lock(fd)
+    except OSError as error:
+        raise _unusable(directory, f"flock: {error.strerror}; give another directory") from error
+    if taken is None:
+        why = "its file system has no locks (flock); give a local disk or a tmpfs, or mount Lustre with -o flock"
+        raise _unusable(directory, why)
+    return taken
+
+
+def _unusable(directory: Path, why: str) -> TierUnusableError:
+    return TierUnusableError(f"tier directory {directory} cannot be used: {why}", path=str(directory))
 
 
 def keep_to_owner(directory: Path) -> None:

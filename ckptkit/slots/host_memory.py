@@ -30,17 +30,20 @@ class HostMemory:
     """The host memory of one process's snapshots: at most `bytes_max`, and what its control groups leave.
 
     Control groups of both versions are asked from the process's own up to the mount's root; what they could reclaim
-    at once (clean file pages) counts as free, memory-backed files do not. `proc` and `groups` are for tests.
+    at once (clean file pages) counts as free, memory-backed files do not. `processes`: those of the job on this host.
+    `proc` and `groups` are for tests.
     """
 
     def __init__(
         self,
         bytes_max: int | None = None,
         *,
+        processes: int = 1,
         proc: Path = Path("/proc/self/cgroup"),
         groups: Path = Path("/sys/fs/cgroup"),
     ):
         self._bytes_max = bytes_max
+        self._processes = processes
         self._proc = proc
         self._groups = groups
         self._takers: list[Callable[[], int]] = []
@@ -67,6 +70,13 @@ class HostMemory:
                 Room(free_bytes=left, where=f"under host_bytes_max={self._bytes_max}", more="raise host_bytes_max")
             )
         return rooms
+
+    def part_bytes(self) -> int:
+        """The bytes that this process may take: an equal part of the memory that the processes of the host share, and
+        at most the rest of `bytes_max`."""
+        shared_bytes = min([available_bytes(), *(max(0, free) for _, free in self._group_frees())])
+        part_bytes = shared_bytes // self._processes
+        return part_bytes if self._bytes_max is None else min(part_bytes, max(0, self._bytes_max - self.taken_bytes))
 
     def _group_frees(self) -> Iterator[tuple[Path, int]]:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import add
@@ -23,7 +23,6 @@ from ckptkit.model.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Ma
 from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.util.disk_file import FileReads
 from ckptkit.util.gc_pause import collection_paused
-from ckptkit.util.pages import empty_block
 
 _RUN_WASTE_MAX = 2  # what a run may copy, over what it was asked for: boxes begin at pages
 
@@ -191,11 +190,13 @@ class SlotReader:
 
         copy_proven(leaf, record, wanted, into, fetch, where=str(self._path), proves=self._proves)
 
-    def read_run(self, boxes: Sequence[tuple[LeafRecord, BoxRecord]]) -> list[np.ndarray | None]:
+    def read_run(
+        self, boxes: Sequence[tuple[LeafRecord, BoxRecord]], fresh: Callable[[int], np.ndarray]
+    ) -> list[np.ndarray | None]:
         """Whole boxes of one cell each by one copy of the stretch that they lie in: 5 microseconds a box, against 20.
 
-        The arrays share the memory of the copy, and each was compared with its digest there. None for a box that does
-        not match, and for all of them where this way does not serve: a file, boxes far apart, a proof of samples only.
+        The arrays share the memory of the copy, which `fresh` gives, and each was compared with its digest there. None
+        for a box that does not match, and for all of them where this way does not serve: a file, boxes far apart.
         """
         forms: dict[tuple[int, str], tuple[int, tuple[int, ...], np.dtype]] = {}  # leaves of one form share the box
         about: list[tuple[int, tuple[int, ...], np.dtype]] = []  # of each box: bytes, shape, dtype
@@ -209,7 +210,7 @@ class SlotReader:
         start, stop, wanted = min(offsets), max(map(add, offsets, sizes)), sum(sizes)
         if self._reads is not None or stop > self.size_bytes or stop - start > _RUN_WASTE_MAX * wanted:
             return [None] * len(boxes)
-        memory, copied = empty_block((stop - start,), np.dtype(np.uint8)), start
+        memory, copied = fresh(stop - start), start
         view = memory.data
         found: list[np.ndarray | None] = []
         for (_, record), (nbytes, shape, dtype) in zip(boxes, about, strict=True):

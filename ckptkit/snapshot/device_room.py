@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -28,39 +27,36 @@ class DeviceMemory:
 
 @final
 class DeviceRoom:
-    """The budget of each device for copies.
+    """The budget of each device for copies: at most `bytes_max`, which the caller keeps free for them.
 
-    The peak of a device contains the copies of earlier saves, and JAX has no peak without them. So a budget is at most
-    the memory that was never in use: the earlier contents of the device then fit next to the copies. It is half of that
-    at first, and the size of earlier copies later. With copies of at most half of the free memory, the peak leaves the
-    other half free, so the budget does not shrink from save to save.
+    Nothing tells how much memory the next program of the caller needs: a larger one than all before may come at any
+    time, such as the first evaluation. Only the caller knows, so the default of `bytes_max` is nothing.
 
-    Nothing is copied until the state has changed or the peak has risen since the first save: before, no step may have
-    run, and its memory is not in the peak.
+    Below it, a budget is at most the memory that was never in use: the earlier contents of the device then fit next to
+    the copies. The peak of a device contains the copies of earlier saves, and JAX has no peak without them. So a budget
+    is half of that at first, and the size of earlier copies later. With copies of at most half of the free memory, the
+    peak leaves the other half free, so the budget does not shrink from save to save.
     """
 
-    def __init__(self, memory: DeviceMemory):
+    def __init__(self, memory: DeviceMemory, bytes_max: int):
         self._memory = memory
+        self._bytes_max = bytes_max
         self._lock = threading.Lock()
-        self._first: tuple[list[weakref.ref[Any]], dict[Any, int]] | None = None
-        self._stepped = False
         self._live = Counter[Any]()  # bytes of copies that are not dropped yet
         self._largest = Counter[Any]()  # that there ever were at a time
 
-    def look(self, arrays: Sequence[Any], devices: Sequence[Any]) -> tuple[dict[Any, int], str]:
-        """The bytes that each device has room for, and why, for a save of `arrays`. Cost: 0.2 microseconds per array,
-        and one question to each device."""
+    def look(self, devices: Sequence[Any]) -> tuple[dict[Any, int], str]:
+        """The bytes that each device has room for, and why. Cost: one question to each device."""
+        if not self._bytes_max:
+            return dict.fromkeys(devices, 0), "device_copy_bytes_max is 0"
         stats = {device: self._memory.stats(device) for device in devices}
         if not all("bytes_limit" in each for each in stats.values()):
             return dict.fromkeys(devices, 0), "the devices do not report their memory"
-        peaks = {device: max(each.get(name, 0) for name in _USED) for device, each in stats.items()}
+        budget = {}
         with self._lock:
-            if not self._stepped and not self._has_stepped(arrays, peaks):
-                return dict.fromkeys(devices, 0), "no step has run since the first save, so its memory is not known"
-            budget = {}
-            for device, peak in peaks.items():
-                never = max(0, stats[device]["bytes_limit"] - peak)
-                allowed = max(never // 2, min(self._largest[device], never))
+            for device, each in stats.items():
+                never = max(0, each["bytes_limit"] - max(each.get(name, 0) for name in _USED))
+                allowed = min(self._bytes_max, max(never // 2, min(self._largest[device], never)))
                 budget[device] = max(0, allowed - self._live[device])
         return budget, f"{min(budget.values(), default=0) / 1e9:.1f} GB of each device are free for copies"
 
@@ -75,17 +71,6 @@ class DeviceRoom:
         """Copies of so many bytes are dropped."""
         with self._lock:
             self._live.subtract(taken)
-
-    def _has_stepped(self, arrays: Sequence[Any], peaks: Mapping[Any, int]) -> bool:
-        if self._first is None:
-            self._first = [weakref.ref(array) for array in arrays], dict(peaks)
-            return False
-        refs, before = self._first
-        same = len(refs) == len(arrays) and all(ref() is array for ref, array in zip(refs, arrays, strict=True))
-        self._stepped = not same or any(peak > before.get(device, 0) for device, peak in peaks.items())
-        if self._stepped:
-            self._first = None
-        return self._stepped
 
 
 _USED = ("peak_bytes_in_use", "bytes_in_use")

@@ -16,6 +16,7 @@ from ckptkit.durable.orbax.text_leaf import TextLeaf, can_be_stored
 from ckptkit.snapshot.describe import leaf_path
 from ckptkit.snapshot.empty_nodes import empty_nodes
 from ckptkit.snapshot.small_items import STRUCTURE, capture, captured_files, file_leaves
+from ckptkit.util.own_context import own_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +136,10 @@ def abstract_items(args: Mapping[str, Any], *, default_item: bool) -> SaveItems 
 
         return jax.tree.map(of, arg.item, *([] if arg.save_args is None else [arg.save_args]))
 
+    with own_context():
+        held = {name: stored(arg) for name, arg in trees.items()}
     return SaveItems(
-        trees={name: stored(arg) for name, arg in trees.items()},
+        trees=held,
         inline={},
         durable={},
         default_item=default_item,
@@ -163,7 +166,8 @@ def _held_tree(arg: Any) -> Any:
     wishes: list[Any] = [None] * len(leaves)
     if arg.save_args is not None:
         wishes = treedef.flatten_up_to(arg.save_args)
-    stored = [_stored(leaf, wish, is_standard) for leaf, wish in zip(leaves, wishes, strict=True)]
+    with own_context():
+        stored = [_stored(leaf, wish, is_standard) for leaf, wish in zip(leaves, wishes, strict=True)]
     if any(leaf is None for leaf in stored):
         return None
     return jax.tree_util.tree_unflatten(treedef, stored)

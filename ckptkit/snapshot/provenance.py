@@ -9,6 +9,7 @@ from importlib import import_module
 
 import jax
 import orbax.checkpoint as ocp
+from jaxlib import version as jaxlib_version
 
 REVISION = "CKPTKIT_REVISION"  # in the environment: the revision of the source, where the caller does not give one
 _CHARS_MAX = 4096  # of one value
@@ -24,10 +25,12 @@ def provenance_here(revision: str | None = None, *, with_command: bool = True) -
     found = {
         "ckptkit": import_module("ckptkit").__version__,  # by name: its list of names is of all layers
         "jax": jax.__version__,
+        "jaxlib": jaxlib_version.__version__,  # the compiler: it may be of another version than jax
         "orbax": ocp.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "devices": f"{jax.device_count()} x {devices[0].device_kind}" if devices else "",
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "libtpu_flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "revision": os.environ.get(REVISION, "") if revision is None else revision,
         "command": shlex.join(sys.orig_argv) if with_command else "",
     }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
 
 from ckptkit.snapshot.describe import Description, LeafSource, SlotExtent
 
+PINNED = "pinned_host"
 Shard = tuple[Any, SlotExtent]  # a single-device array or a NumPy one, and where it goes
 
 
@@ -40,8 +42,13 @@ class Held:
         """One array for each box, of this array or of `array`, a copy of it.
 
         JAX keeps a host copy of what was transferred with the array object: these objects are new, so the host copy
-        goes when the save drops them.
+        goes when the save drops them. A copy in pinned memory is read where it is.
         """
+        if array is not None and self.kind == PINNED:
+            return [(_Pinned(each), extent) for each, extent in self._single(array)]
+        return self._single(array)
+
+    def _single(self, array: Any) -> list[Shard]:
         kept = array is None and (self.is_transferred or self.kind is not None)
         array = self.array if array is None else array
         if not self.devices:
@@ -51,6 +58,39 @@ class Held:
         local = {shard.device: shard.data for shard in array.addressable_shards}
         placed = zip(self.devices, self.extents, strict=True)
         return [(local[device].addressable_data(0) if kept else local[device], extent) for device, extent in placed]
+
+
+@final
+class _Pinned:
+    """A save's own copy in pinned host memory, whose bytes NumPy is given without another copy. For the caller's arrays
+    it would not do: a step that donates one would free the memory below the view."""
+
+    def __init__(self, array: Any):
+        self._array = array
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        array = jax.block_until_ready(self._array)
+        return view_of(array) if _is_plain(array) else np.asarray(array)
+
+
+def _is_plain(array: Any) -> bool:
+    """Whether the memory of a single-device array has NumPy's layout. A TPU may tile it in host memory, too."""
+    (device,) = array.devices()
+    layout = array.format.layout
+    rows_first = layout is not None and layout.major_to_minor == tuple(range(array.ndim))
+    return rows_first and device.platform in ("cpu", "gpu") and lies_as_in_numpy(array.dtype)
+
+
+def view_of(array: Any) -> np.ndarray:
+    """The memory of a single-device array that is in host memory, as it is; the view keeps the array alive."""
+    memory: Any = (ctypes.c_ubyte * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    memory.owner = array
+    return np.frombuffer(memory, array.dtype).reshape(array.shape)
+
+
+def lies_as_in_numpy(dtype: np.dtype) -> bool:
+    """Whether XLA keeps it as NumPy does: types of less than a byte are packed."""
+    return dtype.isbuiltin == 1 or dtype.name == "bfloat16" or dtype.name.startswith("float8_")
 
 
 def held_arrays(description: Description, trees: Mapping[str, Any]) -> list[Held]:

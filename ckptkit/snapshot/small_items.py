@@ -21,12 +21,14 @@ import orbax.checkpoint as ocp
 from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.shardings import sharding_of_text, sharding_text
 from ckptkit.model.manifest import FILES
+from ckptkit.util.own_context import own_context
 
 INLINE_BYTES_MAX = 16 << 20  # manifests are read whole at every start
 STRUCTURE = "structure"  # the empty nodes of an array item, under that item's name: no item of its own
 Captured = tuple[Mapping[str, Any], Any]  # for manifests; Orbax's arguments
 
 
+@own_context()
 def capture(arg: Any) -> Captured | None:
     """The small item of a save argument, taken now; None where it is of another kind, or too large."""
     if isinstance(arg, ocp.args.JsonSave):
@@ -97,7 +99,8 @@ def give_back(stored: Mapping[str, Any], arg: Any) -> Any:
     if stored["kind"] == "grain" and arg is not None:
         return _set_iterator(arg.item, value)
     if stored["kind"] in ("array", "jax_key"):
-        return _from_plain(value)
+        with own_context():
+            return _from_plain(value)
     if stored["kind"] == "numpy_key":
         return _from_plain_tree(value)
     return value
@@ -150,11 +153,10 @@ def _is_held_whole(value: Any) -> bool:
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, jax.Array):
-        with jax.transfer_guard("allow"):
-            # The caller may donate its own. One over several processes is copied where it is: a local program on each.
-            if not value.is_fully_addressable:
-                return jnp.copy(value)
-            return jax.device_put(value, value.sharding, may_alias=False)
+        # The caller may donate its own. One over several processes is copied where it is: a local program on each.
+        if not value.is_fully_addressable:
+            return jnp.copy(value)
+        return jax.device_put(value, value.sharding, may_alias=False)
     return _frozen_leaf(value)
 
 

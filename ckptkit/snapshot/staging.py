@@ -13,9 +13,9 @@ Host arrays are copied on the step loop by every strategy: their owner may chang
 so none depends on the mesh in context and none compiles.
 
 With `auto` an accelerator's state is staged in groups, in the order of the leaves: `device_copy` for as many as have
-room (`ckptkit.snapshot.device_room`). The next ones use `pinned_host`, if the backend has that memory and the host has
-room. The rest uses `block`. Arrays that are in host memory already are never copied to a device. A group for which the
-backend has no room after all (RESOURCE_EXHAUSTED) is staged by the next strategy.
+room in what the caller keeps free (`ckptkit.snapshot.device_room`). The next ones use `pinned_host`, if the backend has
+that memory and the host has room. The rest uses `block`. Arrays that are in host memory already are never copied to a
+device. A group for which the backend has no room after all (RESOURCE_EXHAUSTED) is staged by the next strategy.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ import jax
 import numpy as np
 
 from ckptkit.model.policies import StagingChoice, Strategy
-from ckptkit.slots.host_memory import HostMemory, available_bytes
-from ckptkit.snapshot.copying import Copied, copy_shards
+from ckptkit.slots.host_memory import HostMemory
+from ckptkit.snapshot.copying import Copied, copy_shards, transfer_bytes
 from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
-from ckptkit.snapshot.shards import Held, Shard, held_arrays
+from ckptkit.snapshot.shards import PINNED, Held, Shard, held_arrays
 from ckptkit.util import clock
 
 GROUP_BYTES = 256 << 20  # are staged alike, and fall back together
-_PINNED = "pinned_host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +57,18 @@ class Staging:
 class Stager:
     """Stages the saves of one process. `begin` is called by one thread, what it returns is finished by any.
 
-    `host`: what pinned host memory is taken from; None takes what the machine has. `devices`: for tests.
+    `host`: what pinned host memory is taken from. `device_bytes_max`: see `SaveOptions.device_copy_bytes_max`.
+    `devices`: for tests.
     """
 
-    def __init__(self, host: HostMemory | None = None, devices: DeviceMemory | None = None):
-        self._host = host
+    def __init__(
+        self, host: HostMemory | None = None, devices: DeviceMemory | None = None, *, device_bytes_max: int = 0
+    ):
+        self._host = host or HostMemory()
         self._devices = devices or DeviceMemory()
-        self._room = DeviceRoom(self._devices)
-        self._pinned_bytes = 0  # of copies that are not dropped yet
-        if host is not None:
-            host.add_taker(lambda: self._pinned_bytes)
+        self._room = DeviceRoom(self._devices, device_bytes_max)
+        self._host_bytes = 0  # of copies that are not dropped yet, and of windows in use
+        self._host.add_taker(lambda: self._host_bytes)
         self._counting = threading.Lock()
 
     def begin(
@@ -86,15 +87,14 @@ class Stager:
         same state that are only digested (`ckptkit.snapshot.replicas`), at the same moment as the others.
         """
         with jax.transfer_guard("allow"):  # a guard is for the caller's transfers
-            copy = partial(copy_shards, memory=memory, copied=copied or (lambda start, stop, digest: None))
+            copy = partial(self._copy, memory=memory, copied=copied or (lambda start, stop, digest: None))
             held = [*held_arrays(description, trees), *compared]
             digests = copy([shard for each in held if not each.devices for shard in each.shards()])
             device = [each for each in held if each.devices]
             if choice == "auto" and not any(each.is_transferred for each in device):
                 strategy, reason = "slot_copy", "on the CPU backend one copy straight into the slot is the floor"
             elif choice in ("auto", "device_copy", "pinned_host"):
-                rooms = self._rooms(choice, device, trees)
-                return self._begin_groups(choice, device, rooms, copy, digests)
+                return self._begin_groups(choice, device, self._rooms(choice, device), copy, digests)
             else:
                 strategy, reason = choice, "asked for"
             later: list[Shard] = []
@@ -120,13 +120,13 @@ class Stager:
         groups = _Groups(self._devices, *rooms)
         waited = [group for group in _grouped(device) if not groups.dispatch(choice, group)]
         self._room.take(groups.on_device)
-        self._count_pinned(groups.pinned_bytes)
+        self._count(groups.pinned_bytes)
         copies = groups.copies
 
         def drop() -> None:
             copies.clear()
             self._room.give_back(groups.on_device)
-            self._count_pinned(-groups.pinned_bytes)
+            self._count(-groups.pinned_bytes)
 
         def drawn() -> list[Shard]:
             shards = [shard for held, array in copies for shard in held.shards(array)]
@@ -143,22 +143,26 @@ class Stager:
         finish = _once(copy, drawn, digests, drop)
         return Staging(strategy=strategy, reason=reason, finish=finish, computing_s=computing_s)
 
-    def _count_pinned(self, nbytes: int) -> None:
-        with self._counting:
-            self._pinned_bytes += nbytes
+    def _copy(self, shards: list[Shard], memory: np.ndarray, copied: Copied) -> dict[int, Digests]:
+        windows_bytes = transfer_bytes(extent for _, extent in shards)
+        self._count(windows_bytes)
+        try:
+            return copy_shards(shards, memory, copied)
+        finally:
+            self._count(-windows_bytes)
 
-    def _rooms(
-        self, choice: StagingChoice, device: Sequence[Held], trees: Mapping[str, Any]
-    ) -> tuple[dict[Any, int] | None, int | None, str]:
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self._host_bytes += nbytes
+
+    def _rooms(self, choice: StagingChoice, device: Sequence[Held]) -> tuple[dict[Any, int] | None, int | None, str]:
         """The bytes for copies on each device and in pinned memory, None for no limit, and why."""
         if choice != "auto":
             return None, None, "asked for"
         devices = list(dict.fromkeys(each for held in device for each in held.devices))
-        leaves = [leaf for leaf in jax.tree.leaves(dict(trees)) if isinstance(leaf, jax.Array)]
-        budget, why = self._room.look(leaves, devices)
-        rooms = [] if self._host is None else self._host.rooms(self._host.taken_bytes)
-        # Half: other processes of the host, and the page cache of what they write, need some too.
-        return budget, min([available_bytes(), *(room.free_bytes for room in rooms)]) // 2, why
+        budget, why = self._room.look(devices)
+        # Half: the page cache of what is written, and others on the host, need some too.
+        return budget, self._host.part_bytes() // 2, why
 
 
 @final
@@ -189,7 +193,7 @@ class _Groups:
             self._staged["device_copy"] += nbytes
             return True
         fits = self._pinned_room is None or self.pinned_bytes + nbytes <= self._pinned_room
-        pinned = kind if kind is not None else _PINNED if _has_pinned(group[0].devices[0]) else None
+        pinned = kind if kind is not None else PINNED if _has_pinned(group[0].devices[0]) else None
         if fits and pinned is not None and self._put(group, pinned):
             self.pinned_bytes += nbytes
             self._staged["pinned_host"] += nbytes
@@ -218,8 +222,15 @@ class _Groups:
                 raise
             return False
         # Not the arrays themselves: the caller's device memory would be kept in use.
-        self.copies += [(replace(held, array=None), copy) for held, copy in zip(group, copied, strict=True)]
+        self.copies += [(_copied(held, kind), copy) for held, copy in zip(group, copied, strict=True)]
         return True
+
+
+def _copied(held: Held, kind: str | None) -> Held:
+    """The place of a copy in memory of `kind`: what is in host memory is not transferred again."""
+    if kind is None:
+        return replace(held, array=None)
+    return replace(held, array=None, kind=kind, extents=tuple(replace(each, device=None) for each in held.extents))
 
 
 def _until_computed(several: Sequence[Held]) -> float:
@@ -246,7 +257,7 @@ def _grouped(device: Sequence[Held]) -> list[list[Held]]:
 
 @lru_cache(maxsize=64)
 def _has_pinned(device: Any) -> bool:
-    return any(memory.kind == _PINNED for memory in device.addressable_memories())
+    return any(memory.kind == PINNED for memory in device.addressable_memories())
 
 
 def _shards(several: Sequence[Held]) -> list[Shard]:

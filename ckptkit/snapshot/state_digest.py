@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.model.digests import digest_of
+from ckptkit.util.own_context import own_context
 
 STATE_DIGEST = "CKPTKIT_STATE_DIGEST"  # a file to which `state_digest` also writes; `{process}` is the process's number
 
@@ -36,6 +37,7 @@ def state_digest(state: Any) -> str:
     return found
 
 
+@own_context()
 def box_digests(state: Any) -> BoxDigests:
     """The digest of every box that this process holds, replicas too: one of them may differ."""
     found: BoxDigests = {}

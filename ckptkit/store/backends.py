@@ -34,4 +34,4 @@ def properties_of(url: str) -> Properties:
     """The properties of the store of a URL or path (see `Properties`), if no store is open. Cost: nothing for a bucket;
     for a path a look at its mount (`mounts.file_system_of`)."""
     properties = backend_of(url).properties
-    return directory_properties(url.removeprefix("file://")) if properties.file_system else properties
+    return directory_properties(url) if properties.file_system else properties

@@ -12,9 +12,19 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 Medium = Literal["memory", "disk", "network", "bucket", "other"]
+Guarantee = Literal[
+    "rename",  # of a directory: whole or not at all, for every reader and after a crash
+    "links",  # link(2) gives a file a second name, and fails where the name is taken
+    "exchange",  # two names change places in one step: RENAME_EXCHANGE of renameat2(2)
+    "locks",  # flock(2) between hosts, or between processes where one host uses it
+    "close_to_open",  # who opens a file after another host closed it sees all of it
+    "directory_sync",  # fsync(2) of a directory makes the names in it durable
+    "direct",  # O_DIRECT
+    "mmap",  # a shared mapping sees what another host writes
+]
 
 _FUSE_MAGIC = 0x65735546  # FUSE_SUPER_MAGIC of linux/magic.h; virtiofs has it too
 _MAGIC_NAMES: Final = {  # linux/magic.h, and statfs(2); what is not here is looked up among the mounts
@@ -33,81 +43,120 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSystem:
-    """One kind of file system: where its bytes are, and what it guarantees about names."""
+    """One kind of file system: where its bytes are, and which guarantees it has."""
 
     name: str
-    """The type, as `/proc/self/mountinfo` has it."""
+    """The type in `/proc/self/mountinfo`; that of the program, if the type is `fuse` and the device names it."""
 
     medium: Medium
     """Where its bytes are. `bucket`: a FUSE program turns calls into requests to an object store. `other`: unknown."""
 
-    atomic_rename: bool
-    """A rename of a directory happens whole or not at all, for every reader and after a crash."""
-
-    hard_links: bool
-    """`link(2)` gives a second name to a file, and fails where the name is taken."""
+    lacks: frozenset[Guarantee] = frozenset()
+    """The guarantees that it does not have, that need an option of the mount, or that its documents do not state."""
 
     source: str = ""
     """Where this is documented."""
 
+    device: str = ""
+    """The device of a FUSE mount, such as the name of a bucket. Empty in the table."""
 
-_MAN = "https://man7.org/linux/man-pages/man2/rename.2.html"
+    @property
+    def atomic_rename(self) -> bool:
+        """A rename of a directory happens whole or not at all, for every reader and after a crash."""
+        return "rename" not in self.lacks
+
+    @property
+    def hard_links(self) -> bool:
+        """`link(2)` gives a second name to a file, and fails where the name is taken."""
+        return "links" not in self.lacks
+
+    @property
+    def is_fuse(self) -> bool:
+        """Whether a program serves it, and not the kernel."""
+        return self.name == "fuse" or self.name.startswith("fuse.")
+
+
+_RENAME = "https://man7.org/linux/man-pages/man2/rename.2.html"  # with the list of those that have RENAME_EXCHANGE
 _KERNEL = "https://docs.kernel.org/filesystems"
 _GCSFUSE = "https://github.com/GoogleCloudPlatform/gcsfuse/blob/master/docs/semantics.md"
 _SMB = "https://learn.microsoft.com/openspecs/windows_protocols/ms-fscc/1d2673a8-8fb9-4868-920a-775ccaa30cf8"
+_NFS = "https://man7.org/linux/man-pages/man5/nfs.5.html"
+_LUSTRE = "https://cloud.google.com/managed-lustre/docs/posix-compliance"
+_CEPH = "https://docs.ceph.com/en/latest/cephfs/posix/"
+_ALL: Final[frozenset[Guarantee]] = frozenset(get_args(Guarantee))
 
 
-def _posix(name: str, medium: Medium, source: str = _MAN) -> FileSystem:
-    return FileSystem(name=name, medium=medium, atomic_rename=True, hard_links=True, source=source)
+def _rows(medium: Medium, lacks: Iterable[Guarantee], source: str, *names: str) -> list[FileSystem]:
+    return [FileSystem(name=name, medium=medium, lacks=frozenset(lacks), source=source) for name in names]
 
 
-def _other(name: str, medium: Medium, source: str) -> FileSystem:
-    return FileSystem(name=name, medium=medium, atomic_rename=False, hard_links=False, source=source)
+_ROWS: Final = (
+    *_rows("disk", (), _RENAME, "ext3", "ext4", "xfs", "f2fs", "bcachefs"),
+    *_rows("disk", (), "https://btrfs.readthedocs.io/en/latest/", "btrfs"),
+    # A directory of a lower layer is not renamed (EXDEV): ours are made in the upper one.
+    *_rows("disk", (), f"{_KERNEL}/overlayfs.html#renaming-directories", "overlay"),
+    *_rows("disk", ("exchange",), _RENAME, "ext2", "reiserfs", "jfs"),
+    # Direct I/O came with 2.3, RENAME_EXCHANGE with 2.2.
+    *_rows("disk", ("exchange", "direct"), "https://github.com/openzfs/zfs/releases", "zfs"),
+    *_rows("disk", ("exchange", "direct"), "https://github.com/containers/fuse-overlayfs", "fuse.fuse-overlayfs"),
+    *_rows("disk", ("exchange", "direct"), "https://bindfs.org/docs/bindfs.1.html", "fuse.bindfs"),
+    *_rows("disk", ("rename", "links", "exchange"), f"{_KERNEL}/vfat.html", "vfat", "exfat", "msdos"),
+    # ntfs-3g, and others on a block device.
+    *_rows("disk", ("rename", "links", "exchange", "direct"), f"{_KERNEL}/fuse/index.html", "fuseblk"),
+    # Direct I/O on a tmpfs came with Linux 6.6.
+    *_rows("memory", ("direct",), f"{_KERNEL}/tmpfs.html", "tmpfs"),
+    *_rows("memory", ("exchange", "direct"), f"{_KERNEL}/tmpfs.html", "ramfs", "hugetlbfs", "devtmpfs"),
+    # RFC 8881, 18.26.3: RENAME is atomic to the client. A repeated request may answer ENOENT after a success.
+    *_rows("network", ("exchange", "mmap"), _NFS, "nfs", "nfs4"),
+    # `flock` needs the mount option of this name (ENOSYS without it): Google's service sets it, Amazon's FSx leaves it
+    # to the user (https://docs.aws.amazon.com/fsx/latest/LustreGuide/mounting-ec2-instance.html).
+    *_rows("network", ("exchange", "locks"), _LUSTRE, "lustre"),
+    *_rows("network", ("exchange", "mmap"), _CEPH, "ceph"),
+    *_rows("network", ("exchange", "mmap", "direct"), _CEPH, "fuse.ceph-fuse"),
+    *_rows("network", ("exchange",), "https://www.ibm.com/docs/en/storage-scale", "gpfs"),
+    *_rows("network", ("exchange",), "https://docs.weka.io/weka-system-overview/filesystems", "wekafs"),
+    # `tuneUseGlobalFileLocks` and `tuneFileCacheType` of its client, both off or other by default.
+    *_rows("network", ("exchange", "locks", "mmap"), "https://doc.beegfs.io/latest/", "beegfs"),
+    *_rows("network", ("exchange", "locks", "direct", "mmap"), f"{_KERNEL}/9p.html", "9p"),
+    *_rows("network", ("exchange", "locks"), f"{_KERNEL}/virtiofs.html", "virtiofs"),
+    *_rows("network", ("exchange", "direct"), "https://juicefs.com/docs/community/posix_compatibility", "fuse.juicefs"),
+    # A server refuses to rename a directory below which a file is open, and may have no hard links.
+    *_rows("network", ("rename", "links", "exchange", "mmap"), _SMB, "cifs", "smb3"),
+    *_rows("network", _ALL - {"directory_sync"}, "https://github.com/libfuse/sshfs", "fuse.sshfs"),
+    # A directory is on every brick: its rename is one on each.
+    *_rows(
+        "network", ("rename", "exchange", "direct", "mmap"), "https://docs.gluster.org/en/latest/", "fuse.glusterfs"
+    ),
+    *_rows("network", _ALL - {"directory_sync"}, "https://docs.daos.io/latest/user/filesystem/", "fuse.daos"),
+    *_rows("network", _ALL - {"directory_sync"}, "https://moosefs.com/support/", "fuse.mfs"),
+    # "renaming directories is not atomic": each object is copied and deleted.
+    *_rows("bucket", _ALL, _GCSFUSE, "fuse.gcsfuse"),
+    *_rows("bucket", _ALL, "https://github.com/s3fs-fuse/s3fs-fuse#limitations", "fuse.s3fs"),
+    *_rows("bucket", _ALL, "https://github.com/awslabs/mountpoint-s3/blob/main/doc/SEMANTICS.md", "fuse.mount-s3"),
+    *_rows("bucket", _ALL, "https://github.com/kahing/goofys#current-status", "fuse.goofys"),
+    *_rows("bucket", _ALL, "https://github.com/yandex-cloud/geesefs", "fuse.geesefs"),
+    *_rows("bucket", _ALL, "https://github.com/Azure/azure-storage-fuse/wiki/Blobfuse2-Limitations", "fuse.blobfuse2"),
+    *_rows("bucket", _ALL, "https://rclone.org/commands/rclone_mount/", "fuse.rclone"),
+    *_rows("bucket", _ALL, "https://github.com/aliyun/ossfs", "fuse.ossfs"),
+)
+FILE_SYSTEMS: Final = {each.name: each for each in _ROWS}
 
-
-FILE_SYSTEMS: Final = {
-    each.name: each
-    for each in (
-        *(
-            _posix(name, "disk")
-            for name in ("ext2", "ext3", "ext4", "xfs", "f2fs", "zfs", "bcachefs", "reiserfs", "jfs")
-        ),
-        _posix("btrfs", "disk", "https://btrfs.readthedocs.io/en/latest/"),
-        # A directory of a lower layer is not renamed (EXDEV): ours are made in the upper one.
-        _posix("overlay", "disk", f"{_KERNEL}/overlayfs.html#renaming-directories"),
-        _posix("fuse.fuse-overlayfs", "disk", "https://github.com/containers/fuse-overlayfs"),
-        _posix("fuse.bindfs", "disk", "https://bindfs.org/docs/bindfs.1.html"),
-        *(_posix(name, "memory", f"{_KERNEL}/tmpfs.html") for name in ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")),
-        # RFC 8881, 18.26.3: RENAME is atomic to the client. A repeated request may answer ENOENT after a success.
-        *(_posix(name, "network", "https://man7.org/linux/man-pages/man5/nfs.5.html") for name in ("nfs", "nfs4")),
-        # Also Amazon FSx for Lustre, Google's and Azure's Managed Lustre.
-        _posix("lustre", "network", "https://doc.lustre.org/lustre_manual.xhtml"),
-        _posix("ceph", "network", "https://docs.ceph.com/en/latest/cephfs/posix/"),
-        _posix("fuse.ceph-fuse", "network", "https://docs.ceph.com/en/latest/cephfs/posix/"),
-        _posix("gpfs", "network", "https://www.ibm.com/docs/en/storage-scale"),
-        _posix("beegfs", "network", "https://doc.beegfs.io/latest/"),
-        _posix("9p", "network", f"{_KERNEL}/9p.html"),
-        _posix("virtiofs", "network", f"{_KERNEL}/virtiofs.html"),
-        _posix("fuse.juicefs", "network", "https://juicefs.com/docs/community/posix_compatibility"),
-        # A server refuses to rename a directory below which a file is open, and may have no hard links.
-        *(_other(name, "network", _SMB) for name in ("cifs", "smb3")),
-        *(_other(name, "disk", f"{_KERNEL}/vfat.html") for name in ("vfat", "exfat", "msdos")),
-        # "renaming directories is not atomic": each object is copied and deleted.
-        _other("fuse.gcsfuse", "bucket", _GCSFUSE),
-        _other("fuse.s3fs", "bucket", "https://github.com/s3fs-fuse/s3fs-fuse#limitations"),
-        _other("fuse.mount-s3", "bucket", "https://github.com/awslabs/mountpoint-s3/blob/main/doc/SEMANTICS.md"),
-        _other("fuse.goofys", "bucket", "https://github.com/kahing/goofys#current-status"),
-        _other("fuse.geesefs", "bucket", "https://github.com/yandex-cloud/geesefs"),
-        _other("fuse.blobfuse2", "bucket", "https://github.com/Azure/azure-storage-fuse"),
-        _other("fuse.rclone", "bucket", "https://rclone.org/commands/rclone_mount/"),
-        _other("fuse.ossfs", "bucket", "https://github.com/aliyun/ossfs"),
-    )
+# Many programs mount themselves as plain `fuse`, and only the device tells which one it is: `mountpoint-s3 on /mnt type
+# fuse`, `blobfuse2 on /mnt type fuse`, as their own documents and those of their CSI drivers show. GKE's driver for
+# GCSFuse gives the bucket's name (gcs-fuse-csi-driver, pkg/csi_mounter/csi_mounter.go), and so does goofys: those
+# stay unknown.
+_BY_DEVICE: Final = {
+    "mountpoint-s3": "fuse.mount-s3",
+    "blobfuse": "fuse.blobfuse2",
+    "blobfuse2": "fuse.blobfuse2",
+    "mfs": "fuse.mfs",
+    "juicefs": "fuse.juicefs",
+    **{name: f"fuse.{name}" for name in ("gcsfuse", "s3fs", "goofys", "geesefs", "rclone", "ossfs", "sshfs")},
 }
-
 # Of a FUSE program that is not in the table nothing is known. A mark is right on every one.
-_ANY_FUSE: Final = _other("fuse", "other", f"{_KERNEL}/fuse/index.html")
+_ANY_FUSE: Final = FileSystem(name="fuse", medium="other", lacks=_ALL, source=f"{_KERNEL}/fuse/index.html")
 # The kernel's own file systems keep POSIX's word on rename(2).
-_ANY: Final = _posix("unknown", "other")
+_ANY: Final = FileSystem(name="unknown", medium="other", lacks=frozenset(("exchange", "locks", "direct", "mmap")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,20 +169,22 @@ class Mount:
 
 
 def file_system_of(path: str | os.PathLike[str]) -> FileSystem:
-    """The row of the file system that holds a path, or would hold it: of the nearest directory that exists.
+    """The row of the file system that holds a path (or `file://` URL), or would hold it: of the nearest directory that
+    exists.
 
     Looks each time: a mount may change. Cost: a `stat` for each directory that is missing, and a `statfs`; a read of
     `/proc/self/mountinfo` where the answer is not a common disk or tmpfs. Elsewhere than on Linux nothing is known.
     """
     if sys.platform != "linux":
         return _ANY
-    there = _existing(path)
+    there = _existing(os.fspath(path).removeprefix("file://"))
     magic = _magic(there)
     name = _MAGIC_NAMES.get(magic)
     if name is not None:
         return FILE_SYSTEMS[name]
     mount = mount_of(there)
-    return row_of(mount.type if mount is not None else "", is_fuse=magic == _FUSE_MAGIC)
+    is_fuse = magic == _FUSE_MAGIC
+    return row_of("", is_fuse=is_fuse) if mount is None else row_of(mount.type, mount.device, is_fuse=is_fuse)
 
 
 def mount_of(path: str | os.PathLike[str]) -> Mount | None:
@@ -161,15 +212,14 @@ def parse_mounts(lines: Iterable[str]) -> list[Mount]:
 
 
 @lru_cache(maxsize=256)
-def row_of(name: str, *, is_fuse: bool = False) -> FileSystem:
-    """The row of a type as mountinfo names it; that of every FUSE program, or of every kernel file system, for one
-    that is not in the table."""
-    row = FILE_SYSTEMS.get(name)
-    if row is not None:
-        return row
+def row_of(name: str, device: str = "", *, is_fuse: bool = False) -> FileSystem:
+    """The row of a type and a device as mountinfo names them; that of every FUSE program, or of every kernel file
+    system, for one that is not in the table."""
+    if name == "fuse":
+        name = _BY_DEVICE.get(re.split("[#:]", device)[0].lower(), name)
     is_fuse = is_fuse or name.startswith("fuse")
-    other = _ANY_FUSE if is_fuse else _ANY
-    return replace(other, name=name) if name else other
+    row = FILE_SYSTEMS.get(name) or replace(_ANY_FUSE if is_fuse else _ANY, **({"name": name} if name else {}))
+    return replace(row, device=device) if row.is_fuse else row
 
 
 def _existing(path: str | os.PathLike[str]) -> str:

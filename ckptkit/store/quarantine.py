@@ -33,21 +33,32 @@ def move_aside(path: Path, quarantine: Path, name: str) -> Path:
     return target
 
 
+def try_lock(fd: int, operation: int = fcntl.LOCK_EX) -> bool | None:
+    """Takes the `flock` of an open file if it is free, and returns whether it was. Never waits.
+
+    None on a file system without locks, such as Lustre without the mount option `flock`. Raises OSError.
+    """
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
 @contextmanager
-def arena_lock(directory: Path, name: str = paths.LOCK_NAME) -> Iterator[bool]:
-    """Holds the lock of a slot directory, or of another one, if it is free; gives whether it was. Never waits.
+def arena_lock(directory: Path, name: str = paths.LOCK_NAME) -> Iterator[bool | None]:
+    """Holds the lock of a slot directory, or of another one, if it is free; yields what `try_lock` returns.
 
     A job that starts meanwhile takes the next directory, as it does while an earlier one has not died yet.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(directory / name, flags, 0o600)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+        yield try_lock(fd)
     finally:
         os.close(fd)
 
@@ -72,11 +83,7 @@ def _locked(held: ExitStack, directory: Path, name: str, target: str) -> bool:
         is_free = held.enter_context(arena_lock(directory, name))
     except FileNotFoundError:
         return False
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return True
-        raise
-    if not is_free:
+    if is_free is False:
         raise CheckpointError(f"another process is making {target}; wait until it ends", path=target)
     return (directory / name).exists()
 

@@ -281,7 +281,7 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
             or type(error).__name__ in access.signed_out
         ):
             raise refused(where, f"{type(error).__name__}: {error}", needs=needs) from error
-        if status in _TRANSIENT_STATUS or _is_unanswered(error, access.unanswered) or _is_misread(error):
+        if status in _TRANSIENT_STATUS or _is_unanswered(error, access.unanswered):
             raise TransientStoreError(message, path=where) from error
         raise StoreError(message, path=where) from error
 
@@ -306,23 +306,26 @@ def _is_unanswered(error: Exception, kinds_of_service: frozenset[str]) -> bool:
     )
 
 
-def _is_misread(error: Exception) -> bool:
-    """Whether a client failed at the text of an error that it was sent: gcsfs adds to a message that is an object."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__") in _READERS_OF_ERRORS
-
-
 def _status(error: Exception) -> int | None:
     """The HTTP status behind an error. s3fs makes an OSError of most of them, caused by the one that knows it."""
-    told = getattr(error, "code", None) or getattr(error, "status", None)
+    told = getattr(error, "code", None) or getattr(error, "status", None) or _misread_status(error)
     answer = getattr(error.__cause__, "response", None)
     if told is None and isinstance(answer, dict):
         told = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     with suppress(TypeError, ValueError):
         return int(told)  # pyright: ignore[reportArgumentType]
     return None
+
+
+def _misread_status(error: Exception) -> Any:
+    """The status of an error answer at whose text the client failed: gcsfs appends the status to a message that is an
+    object, which raises TypeError."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_globals.get("__name__") not in _READERS_OF_ERRORS:
+        return None
+    return getattr(trace.tb_frame.f_locals.get("self"), "code", None)
 
 
 def forget_listings(url: str) -> None:

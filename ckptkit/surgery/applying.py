@@ -38,6 +38,7 @@ from ckptkit.restore.stock_restore import choose_of_stock
 from ckptkit.snapshot.abstract import state_of
 from ckptkit.store.roots import root_url
 from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
+from ckptkit.util.own_context import own_context
 
 _LOOK_S = 60.0  # for the listing that tells a root from a step
 
@@ -241,6 +242,7 @@ def _taken(tree: Any, path: tuple[str, ...]) -> Any:
     return tree.pop(path[-1]) if path else tree
 
 
+@own_context()
 def _assembled(state: Any, plan: SurgeryPlan, found: Any) -> tuple[Any, dict[str, LeafError]]:
     leaves, treedef = jax.tree_util.tree_flatten(state)
     by_path = {origin.leaf.path: leaf for origin, leaf in zip(plan.origins, leaves, strict=True)}

@@ -18,7 +18,7 @@ from ckptkit.inspection.records import FORMAT
 from ckptkit.model import paths
 from ckptkit.slots.files import remove_slots
 from ckptkit.slots.reader import slot_directories
-from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock
+from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, try_lock
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
 
@@ -227,14 +227,12 @@ def _stats(directory: Path, names: Sequence[str]) -> tuple[list[int], list[float
 
 
 def _is_live(directory: Path) -> bool:
+    """Whether a process holds it, or may: on a file system without locks nobody knows."""
     fd = os.open(directory / paths.LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(fd, fcntl.LOCK_SH)
     finally:
         os.close(fd)
-    return False
 
 
 @contextmanager

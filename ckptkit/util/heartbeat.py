@@ -9,9 +9,20 @@ from dataclasses import dataclass
 
 from ckptkit.util.clock import monotonic_s
 
-BYTES = 64
+BYTES = 128
 # Beats, step; seconds of the newest beat and of the longest pause; first step and when.
 _BEAT = struct.Struct("<qqddqd")
+_SAVES = struct.Struct("<qdd")  # behind it: written by another thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """The saves of a worker, in sums: `own_s` for its part of staging, `computing_s` for waits until the devices had
+    computed the state."""
+
+    count: int = 0
+    own_s: float = 0.0
+    computing_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +35,7 @@ class Beats:
     longest_s: float  # between two beats
     first_step: int
     first_s: float
+    saves: Saves = Saves()
 
 
 _marker: _Marker | None = None
@@ -46,6 +58,12 @@ def beat(step: int, *, done: bool = False) -> None:
         _marker.mark(step, done)
 
 
+def staged(own_s: float, computing_s: float) -> None:
+    """Notes that this process has staged its part of a save. One thread calls it at a time."""
+    if _marker is not None:
+        _marker.staged(own_s, computing_s)
+
+
 def resumed(step: int) -> None:
     """The loop continues after the restored `step`: the next step is the first that it makes again."""
     if _marker is not None:
@@ -60,6 +78,7 @@ class _Marker:
         self._count, self._at_s, self._longest_s = 0, 0.0, 0.0
         self._step, self._first_step, self._first_s = -1, -1, 0.0
         self._loop_counts = False
+        self._saves = (0, 0.0, 0.0)
         self.resumed: int | None = None
 
     def mark(self, step: int, done: bool) -> None:
@@ -79,10 +98,25 @@ class _Marker:
         values = (self._count, self._step, now_s, self._longest_s, self._first_step, self._first_s)
         _BEAT.pack_into(self._shared, 0, *values)
 
+    def staged(self, own_s: float, computing_s: float) -> None:
+        if os.getpid() == self._process:
+            count, own_before_s, computing_before_s = self._saves
+            self._saves = (count + 1, own_before_s + own_s, computing_before_s + computing_s)
+            _SAVES.pack_into(self._shared, _BEAT.size, *self._saves)
+
 
 def read(shared: mmap.mmap) -> Beats | None:
     """The newest beat in a file; None before the first. A read during a write may mix two beats."""
     count, step, at_s, longest_s, first_step, first_s = _BEAT.unpack_from(shared, 0)
     if not count:
         return None
-    return Beats(count=count, step=step, at_s=at_s, longest_s=longest_s, first_step=first_step, first_s=first_s)
+    saves, own_s, computing_s = _SAVES.unpack_from(shared, _BEAT.size)
+    return Beats(
+        count=count,
+        step=step,
+        at_s=at_s,
+        longest_s=longest_s,
+        first_step=first_step,
+        first_s=first_s,
+        saves=Saves(count=saves, own_s=own_s, computing_s=computing_s),
+    )

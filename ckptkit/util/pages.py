@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self, final
 
 import numpy as np
 
@@ -17,6 +19,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_FROM_BYTES = 4 << 20
 _PAGE_FROM_BYTES = 1 << 20
 _POPULATED_BYTES = 32 << 20  # at a time: the kernel locks the process's memory map meanwhile
+_FAULTED_BYTES = 2 << 20  # the same, where another thread of this process is at work
 _ADVISE_HUGE = 14  # MADV_HUGEPAGE
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in, touch nothing they hold
 _madvise: Any = ctypes.CDLL(None, use_errno=True).madvise  # of ctypes, for it releases the GIL; mmap.madvise does not
@@ -40,6 +43,11 @@ def empty_block(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size_bytes].view(dtype).reshape(shape)
 
 
+def flat_block(size_bytes: int) -> np.ndarray:
+    """So many uninitialised bytes, as `empty_block`."""
+    return empty_block((size_bytes,), np.dtype(np.uint8))
+
+
 def advise_huge(start: int, size_bytes: int) -> None:
     """Asks for huge pages for what of this memory they can hold; nothing where the kernel gives none."""
     first = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
@@ -59,6 +67,48 @@ def populate(memory: np.ndarray, between: Callable[[], None] = lambda: None) -> 
         if _madvise(at, min(_POPULATED_BYTES, stop - at), _POPULATE_WRITE) != 0:
             return False
     return True
+
+
+@final
+class FreshBlocks:
+    """Blocks of fresh memory, in the order in which they are taken. A thread faults their pages in ahead of that.
+
+    For one thread that fills block after block and is bound by the interpreter: the kernel needs 0.1 s per GB for new
+    pages, and up to 4 s where the host of a virtual machine has to find the memory.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-pages")
+        self._ahead = deque[Future[np.ndarray]]()
+
+    def expect(self, sizes_bytes: Iterable[int]) -> None:
+        """The next blocks."""
+        self._ahead += [self._pool.submit(_faulted_block, size_bytes) for size_bytes in sizes_bytes]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def missing(self) -> int:
+        """The blocks that are expected and not made yet."""
+        return sum(not block.done() for block in self._ahead)
+
+    def take(self, size_bytes: int) -> np.ndarray:
+        """So much memory: of the next block, where it has that much."""
+        if self._ahead and not (block := self._ahead.popleft()).cancel() and block.result().nbytes >= size_bytes:
+            return block.result()[:size_bytes]
+        return flat_block(size_bytes)
+
+
+def _faulted_block(size_bytes: int) -> np.ndarray:
+    block = flat_block(size_bytes)
+    start, stop = block.ctypes.data, block.ctypes.data + size_bytes
+    for at in range(-(-start // PAGE_BYTES) * PAGE_BYTES, stop - PAGE_BYTES, _FAULTED_BYTES):
+        _madvise(at, min(_FAULTED_BYTES, stop - at) // PAGE_BYTES * PAGE_BYTES, _POPULATE_WRITE)
+    return block
 
 
 def is_cached(mapped: np.ndarray) -> bool:

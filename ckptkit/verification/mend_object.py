@@ -28,7 +28,7 @@ from ckptkit.verification.sources import Sources
 
 _REPLACED = "it was pruned or replaced meanwhile"
 _PREFIX = "repair-"  # then when it began, in seconds since 1970, and a name of its own
-_DEAD_AFTER_S = 86400.0  # a repair writes one step once; no clocks are so far apart
+DEAD_AFTER_S = 86400.0  # a repair writes one step once; no clocks are so far apart
 
 
 def mend_object_step(
@@ -71,7 +71,7 @@ def clean_object_repairs(root: str) -> None:
         if not (name.startswith(_PREFIX) and name.endswith("/")):
             continue
         began, _, own_name = name.removeprefix(_PREFIX).partition("-")
-        if own_name and began.isdecimal() and wall_s() - int(began) > _DEAD_AFTER_S:
+        if own_name and began.isdecimal() and wall_s() - int(began) > DEAD_AFTER_S:
             _remove_copy(store, f"{paths.SIDECAR_DIR}/{name.rstrip('/')}")
 
 
@@ -100,7 +100,7 @@ def _write(store: Store, work: str, place: Place, sidecars: Sidecars, sources: S
     """Writes the step as it was saved, below the prefix `work`: the arrays from verified cells, the rest unchanged.
     Returns the keys of the rebuilt objects, apart from the arrays."""
     for key in store.list_all(place.name):
-        if not _is_tree(key.removeprefix(f"{place.name}/"), sidecars):
+        if not is_tree(key.removeprefix(f"{place.name}/"), sidecars):
             store.copy(key, f"{work}/{key.removeprefix(f'{place.name}/')}")
     files = small_files(place, sidecars)
     for item, manifests in sidecars.items():
@@ -124,15 +124,15 @@ def _swap(
     """Copies the rebuilt objects over the existing ones, data first; then deletes objects that the new trees do not
     name."""
     written = [key.removeprefix(f"{work}/") for key in store.list_all(work)]
-    anew = [key for key in written if key in rebuilt or _is_tree(key, sidecars)]
-    for key in sorted(anew, key=lambda each: _order(each, sidecars)):
+    anew = [key for key in written if key in rebuilt or is_tree(key, sidecars)]
+    for key in sorted(anew, key=lambda each: order_of(each, sidecars)):
         mode: PutMode = "replace" if key in generations else "create"
         try:
             store.copy(f"{work}/{key}", f"{name}/{key}", mode=mode, replaces=generations.get(key))
         except FileExistsError:
             if store.get(f"{name}/{key}") != store.get(f"{work}/{key}"):  # else the answer of the first copy was lost
                 return _REPLACED
-    obsolete = [key for key in generations if _is_tree(key, sidecars) and key not in written]
+    obsolete = [key for key in generations if is_tree(key, sidecars) and key not in written]
     store.delete_many([f"{name}/{key}" for key in obsolete])
     return None
 
@@ -148,14 +148,14 @@ def _generations(store: Store, name: str) -> dict[str, int | None]:
     return {key.removeprefix(f"{name}/"): stat.generation for key, stat in store.stat_all(name).items()}
 
 
-def _order(key: str, sidecars: Sidecars) -> tuple[int, str]:
+def order_of(key: str, sidecars: Sidecars) -> tuple[int, str]:
     """Data, the trees that name it, then the records that prove it."""
-    if not _is_tree(key, sidecars):
+    if not is_tree(key, sidecars):
         return 2, key
     return (1 if key.endswith(f"/{paths.OCDBT_MANIFEST}") else 0), key
 
 
-def _is_tree(key: str, sidecars: Sidecars) -> bool:
+def is_tree(key: str, sidecars: Sidecars) -> bool:
     """Whether an object is part of an item's OCDBT tree, or of one that a process wrote of it."""
     item, _, rest = key.partition("/")
     part = rest.partition("/")[0]

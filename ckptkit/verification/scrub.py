@@ -92,8 +92,9 @@ def scrub(
 
     A repair is bit-exact: every cell is compared with the digest of the save. A slot is changed only if its manifest is
     still the one that was read, and no running process holds its directory. A durable step on a disk is written as a
-    new copy and swapped by one rename. In a bucket it is replaced object by object, each only if it is still the one
-    that was read; every state in between verifies as damaged or complete. A save of ckptkit that cannot be repaired or
+    new copy and swapped by one rename, or file by file where the file system lacks RENAME_EXCHANGE. In a bucket it is
+    replaced object by object, each only if it is still the one that was read. Every state in between verifies as
+    damaged or complete. A save of ckptkit that cannot be repaired or
     restored goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never deleted. Steps
     of stock Orbax and other directories stay. Pinned steps, and steps that a process reads, are repaired and never
     moved. `step_prefix`: see `ckptkit steps`. Leftovers of a crashed repair are removed from a root on a disk. Without

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 import ckptkit
 from ckptkit.diagnosis import RULES, Facts, rules, stragglers
+from ckptkit.diagnosis.mounts import misplaced
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import goodput_report
 from ckptkit.inspection import Holding, StepEntry
@@ -22,6 +24,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.upkeep import ArenaEntry, Usage
 from ckptkit.upkeep.disk_usage import DeadWeight, StepUsage
 from tests.cli.conftest import HOST, Ours, Run
+from tests.mount import MountedBucket
 
 
 def event(kind: Kind, at_s: float, step: int | None = None, tier: str | None = None, **fields: Any) -> Event:
@@ -50,6 +53,11 @@ def logged(*events: Event, launcher: Sequence[Event] = ()) -> Facts:
     told = [log for log in [*logs, list(launcher)] if log]
     flat = sorted((each for log in told for each in log), key=lambda each: each.at_s)
     return Facts(usage=used(), report=goodput_report(told), events=flat)
+
+
+def on_mounts(*events: Event) -> Facts:
+    """Of a run whose logs report its mounts, on another host."""
+    return Facts(usage=used(), misplaced=misplaced("gs://b/r", (), events, measure=False))
 
 
 def used(steps: int = 3, dead: Sequence[DeadWeight] = (), arenas: Sequence[ArenaEntry] = ()) -> Usage:
@@ -226,10 +234,8 @@ CASES: list[Case] = [
     ),
     (
         rules.mounts,
-        logged(
-            *RUN, event(Kind.MOUNTED, 1, None, "ram", path="/r", file_system="ext4", problem="no", rate_bytes_s=2048)
-        ),
-        logged(*RUN, event(Kind.MOUNTED, 1, None, "durable", path="/nfs", file_system="nfs4", problem="")),
+        on_mounts(event(Kind.MOUNTED, 1, None, "ram", path="/r", file_system="ext4", problem="no", rate_bytes_s=2048)),
+        on_mounts(event(Kind.MOUNTED, 1, None, "durable", path="/nfs", file_system="nfs4", problem="")),
         "tier ram, /r, is on ext4; it took 2.0 KiB a second",
     ),
     (
@@ -314,6 +320,37 @@ def test_healthy_run_has_no_findings(ckpt: Run, tmp_path: Path) -> None:
     # On a busy machine steps of no length are all stall.
     assert [each["rule"] for each in said["advice"] if each["rule"] not in ("stalls", "commits", "waits")] == []
     assert "no event logs were given" in ckpt("doctor", root).out
+
+
+def test_mounts_of_root_and_tiers_are_looked_at(
+    ckpt: Run, mine: Ours, mounted_bucket: MountedBucket, tmp_path: Path
+) -> None:
+    """A run without logs would learn nothing of its mounts; a look that writes would fill a tier."""
+    root, ssd = mounted_bucket.path / "run", mounted_bucket.path / "ssd"
+    shutil.copytree(mine.root, root)
+    ssd.mkdir()
+    before = mounted_bucket.changes()
+
+    def found(*words: str) -> dict[str, str]:
+        told = json.loads(ckpt("doctor", root, "--tier", ssd, "--host-id", HOST, *words, "--json").out)
+        return {each["what"]: each["advice"] for each in told["advice"] if each["rule"] == "mounts"}
+
+    by_what = found()
+    assert f"tier durable, {root}, is on fuse.gcsfuse" in ckpt("doctor", f"file://{root}").out
+    assert mounted_bucket.changes() == before
+    assert "Give gs://bucket instead" in by_what.pop(f"tier durable, {root}, is on fuse.gcsfuse")
+    ((what, advice),) = by_what.items()
+    assert (what, "neither memory nor a disk" in advice) == (f"tier {ssd} is on fuse.gcsfuse", True)
+    assert any(re.search(r"is on fuse.gcsfuse; it took [\d.]+ [KMG]iB a second", each) for each in found("--measure"))
+    assert list(ssd.iterdir()) == [], "the measurement leaves nothing"
+
+    log = tmp_path / "logs" / "attempt-0-process-0.jsonl"
+    log.parent.mkdir()
+    opened = event(Kind.OPENED, 1, places={"ssd": str(ssd)})
+    rate = event(Kind.MOUNTED, 2, None, "ssd", path=str(ssd), file_system="nfs4", problem="slow", rate_bytes_s=2048)
+    log.write_text(f"{opened.to_json()}\n{rate.to_json()}\n")
+    (line,) = (each for each in found("--events", str(log.parent)) if "ssd" in each)
+    assert line == f"tier ssd, {ssd}, is on fuse.gcsfuse; it took 2.0 KiB a second", "as it is now, once"
 
 
 def test_costs_of_findings_and_of_storage(ckpt: Run, mine: Ours, tmp_path: Path) -> None:

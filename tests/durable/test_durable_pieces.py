@@ -16,7 +16,7 @@ import ckptkit
 from bench.measure import PeakMemory, settle
 from ckptkit import DurableProfile
 from ckptkit.durable.cells.blosc import encoded_bytes
-from ckptkit.durable.cells.pacing import WritePace
+from ckptkit.durable.cells.pacing import Pace
 from ckptkit.durable.cells.pieces import Pieces
 from ckptkit.durable.cells.reader import CellReader
 from ckptkit.durable.orbax.host_shards import HostTreeSave
@@ -41,8 +41,8 @@ def test_step_in_several_pieces_is_identical(
     """A step that only fits in several commits of its database would be half of one."""
     taken: list[int] = []
     in_flight: list[int] = []
-    take, finish = WritePace.take, Pieces.finish_oldest
-    monkeypatch.setattr(WritePace, "take", lambda self, nbytes: taken.append(nbytes) or take(self, nbytes))
+    take, finish = Pace.take, Pieces.finish_oldest
+    monkeypatch.setattr(Pace, "take", lambda self, nbytes: taken.append(nbytes) or take(self, nbytes))
     monkeypatch.setattr(Pieces, "finish_oldest", lambda self: in_flight.append(self.sent_bytes) or finish(self))
     large = {f"large{index}": jnp.arange(64 * 300.0).reshape(300, 64) * (index + 1) for index in range(4)}
     state = {**make_state(3), **large}

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
+from jaxlib import version as jaxlib_version
 
 import ckptkit
 from ckptkit.cli import main
@@ -41,13 +42,18 @@ def told(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return json.loads(capsys.readouterr().out)["origin"]["provenance"]
 
 
-def test_inspect_shows_what_made_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_what_made_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody could tell which versions, flags and source a checkpoint is from."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_latency_hiding_scheduler=true")
     save(tmp_path, revision="1a2b3c")
     found = told(tmp_path / "run" / "1", capsys)
     assert (found["ckptkit"], found["jax"], found["orbax"]) == (ckptkit.__version__, jax.__version__, ocp.__version__)
     assert (found["revision"], found["mesh"], found["devices"]) == ("1a2b3c", "data=2,fsdp=2", "4 x cpu")
     assert "--xla_force_host_platform_device_count=4" in found["xla_flags"]
+    assert found["jaxlib"] == jaxlib_version.__version__
+    assert found["libtpu_flags"] == "--xla_tpu_enable_latency_hiding_scheduler=true"
     assert sys.orig_argv[-1] in found["command"]
     assert main(["inspect", str(tmp_path / "run")]) == 0
     lines = capsys.readouterr().out.splitlines()

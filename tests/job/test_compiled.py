@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,16 +25,6 @@ from ckptkit.util import unproven
 from tests.forked import run_forked
 
 X = jnp.arange(8.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compile_cache() -> Iterator[None]:
-    """A program from JAX's own cache is not kept."""
-    for enabled in (False, True):
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        compilation_cache.reset_cache()
-        if not enabled:
-            yield
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +77,7 @@ def test_trace_does_not_run_beside_the_first_step(tmp_path: Path, monkeypatch: p
     def wait(leaf: Any) -> None:
         waited_for.append(leaf)
         ended.wait(60)
+        leaf.delete()
         raise RuntimeError("Array has been deleted")
 
     function = jax.jit(step, donate_argnums=0)
@@ -154,28 +144,55 @@ def test_other_programs_are_told_apart(tmp_path: Path, other: Callable[[Path], c
     assert other(tmp_path).origin == "compiled"
 
 
-def test_program_from_the_compilation_cache_of_jax_is_not_kept(tmp_path: Path) -> None:
-    """It would be serialised without its functions, and every later start would fail in its first step."""
+def test_programs_are_kept_beside_the_compilation_cache_of_jax(tmp_path: Path) -> None:
+    """XLA on CPU serialises a program of JAX's cache without its functions: later starts would fail in their first
+    step. A program that is not kept instead would never be, and each start would trace before its first step."""
     code = (
         "import sys, jax, jax.numpy as jnp, ckptkit\n"
-        "jax.config.update('jax_compilation_cache_dir', sys.argv[1])\n"
+        "jax.config.update('jax_compilation_cache_dir', 'jax')\n"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
         "jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)\n"
-        "f = jax.jit(lambda x: (jnp.tanh(x) ** 2.5 @ x).sum())\n"
-        "x = jnp.ones((64, 64))\n"
-        "program = ckptkit.compiled(f, x, cache=sys.argv[2])\n"
-        "print(program.origin, float(program(x)))\n"
+        "def loss(w, x):\n"
+        "    h, _ = jax.lax.scan(lambda h, each: (jnp.tanh(h @ each) * jax.nn.softmax(h), None), x, w)\n"
+        "    return jnp.sort(h, axis=-1).sum()\n"
+        "step = jax.jit(jax.grad(loss))\n"
+        "w, x = jnp.ones((4, 64, 64)), jnp.ones((64, 64))\n"
+        "if sys.argv[2] == 'called':\n"
+        "    step(w, x)\n"
+        "program = ckptkit.compiled(step, w, x, cache=sys.argv[1])\n"
+        "print(program.origin, float(program(w, x).sum()))\n"
+        "jax.jit(lambda x: x + 12.0)(x)\n"
     )
+    script = tmp_path / "train.py"
 
-    def start(programs: str) -> str:
-        command = [sys.executable, "-c", code, str(tmp_path / "jax"), str(tmp_path / programs)]
-        return run_forked(command, timeout=120, check=True).stdout.split()[0]
+    def start(comment: str, cache: str = "a", before: str = "not called") -> str:
+        script.write_text(f"# {comment}\n{code}")
+        command = [sys.executable, str(script), cache, before]
+        return run_forked(command, cwd=tmp_path, timeout=120, check=True).stdout.split()[0]
 
-    assert start("a") == "compiled"
-    assert list((tmp_path / "jax").iterdir()), "JAX has kept it"
-    assert start("a") == "loaded"
-    assert [start("b"), start("b")] == ["compiled", "compiled"]
-    assert list((tmp_path / "b").iterdir()) == []
+    assert [start("first", before="called"), start("first")] == ["compiled", "loaded"]
+    assert any(path.name.startswith("jit__lambda") for path in (tmp_path / "jax").iterdir()), "JAX has its cache"
+    assert [start("edited"), start("edited"), start("first")] == ["loaded", "loaded", "loaded"]
+    # JAX's cache has the program, since it was called there; this cache has it not.
+    assert [start("edited", "b", "called"), start("edited", "b")] == ["compiled", "loaded"]
+    assert len(list((tmp_path / "a").iterdir())) == 1
+
+
+def test_program_that_fails_in_its_first_step_is_compiled_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every later start would load it, and fail."""
+
+    def fail(leaf: Any) -> None:
+        raise RuntimeError("Function add_convert_fusion not found")
+
+    program_of(2.0, tmp_path)
+    program = program_of(2.0, tmp_path)
+    monkeypatch.setattr(jax, "block_until_ready", fail)
+    program(state(), X)
+    with pytest.raises(RuntimeError, match="add_convert_fusion"):
+        program.wait_until_proven()
+    assert program_of(2.0, tmp_path).origin == "compiled"
 
 
 def test_changed_setting_of_jax_is_another_program(tmp_path: Path) -> None:

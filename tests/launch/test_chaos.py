@@ -18,6 +18,8 @@ from urllib.request import urlopen
 import pytest
 
 from ckptkit.cli import main
+from ckptkit.cli.chaos_report import ChaosReport
+from ckptkit.events import EventLog
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
 from ckptkit.launch.attached import AttachedJob
 from ckptkit.launch.chaos import Chaos, ChaosRun, Injected
@@ -60,7 +62,16 @@ def run(tmp_path: Path, plan: FaultPlan, *, processes: int = 2) -> tuple[ChaosRu
     said: list[str] = []
     command = [sys.executable, script(tmp_path), str(tmp_path / "job")]
     workers = Workers(command, processes=processes, warm=WarmStart(is_cold=True))
-    chaos = Chaos(tuple(plan.faults(processes)), lasting_s=plan.lasting_s, say=said.append)
+    events = EventLog(process=-1)
+    events.observe(lambda event: said.append(f"event {event.fields['what']}: {event.fields['did']}"))
+    places = {"ram": str(tmp_path / "ram"), "ssd": str(tmp_path / "disk"), "durable": "/"}
+    chaos = Chaos(
+        tuple(plan.faults(processes)),
+        lasting_s=plan.lasting_s,
+        places=lambda process: places,
+        events=events,
+        say=said.append,
+    )
     return chaos.run(launched(workers), on_output=lambda process, line: said.append(line)), said
 
 
@@ -109,8 +120,8 @@ def test_job_comes_back_from_every_kind_of_fault(tmp_path: Path) -> None:
         count=6,
         weights={"kill": 1.0, "freeze": 1.0, "preempt": 1.0},
         lasting_s=0.2,
-        wipes=(wipe(str(tmp_path / "ram"), 1.0),),
-        flips=(wipe(str(tmp_path / "disk"), 1.0),),
+        wipes=(wipe("ram", 1.0),),
+        flips=(wipe("any", 1.0),),
     )
     planned = list(plan.faults(2))
     assert {fault.kind for fault in planned} == {"kill", "freeze", "preempt"}
@@ -120,6 +131,10 @@ def test_job_comes_back_from_every_kind_of_fault(tmp_path: Path) -> None:
     assert done == planned[: len(done)]
     assert len(done) >= 3, said
     assert [(tmp_path / "job" / f"saved-{process}").read_text() for process in (0, 1)] == ["40", "40"]
+    told = [line.partition(": ") for line in said if line.startswith("event ")]
+    assert [did for *_, did in told] == [did for each in ended.injected for did in each.did], "each harm is an event"
+    kinds = [[each.fault.kind, "wipe", "flip"][: len(each.did)] for each in ended.injected]
+    assert [what for what, *_ in told] == [f"event {kind}" for each in kinds for kind in each]
     for each in ended.injected:
         if each.fault.kind == "freeze":
             assert each.did == [f"froze process {each.fault.victims[0]} for 0.2 s"]
@@ -350,6 +365,23 @@ def test_flip_changes_one_bit(tmp_path: Path) -> None:
     assert (tmp_path / "small").read_bytes() == b"x"
 
 
+@pytest.mark.parametrize(("count", "p99"), [(99, None), (100, 98.01)])
+def test_99th_percentile_is_given_for_enough_times_only(
+    count: int, p99: float | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of five recoveries the longest would pass for the 99th percentile."""
+    fault = Fault(number=0, after_s=0.0, kind="kill", victims=(0,))
+    injected = [Injected(fault=fault, at_s=0.0, attempt=0, back_s=float(n), repeated=2) for n in range(count)]
+    injected.append(Injected(fault=fault, at_s=0.0, attempt=0))
+    run = ChaosRun(code=ExitCode.OK, seconds=1.0, injected=tuple(injected), unplanned=())
+    report = ChaosReport(run, 0, None, None)
+    assert (report.found["back_s_samples"], report.found["back_s_p99"]) == (count, p99)
+    report.show()
+    out = capfd.readouterr().out
+    assert ("p99 needs 100 of them" in out) == (p99 is None)
+    assert f"work lost: {2 * count} steps\nno goodput: give --report, or --events" in out
+
+
 def chaos_command(tmp_path: Path, *words: str, wrong: str = "0") -> list[str]:
     command = [sys.executable, script(tmp_path, wrong), str(tmp_path / "{run}")]
     return ["chaos", "--processes", "2", "--cold", *words, "--", *command]
@@ -372,7 +404,9 @@ def test_command_reports_each_fault_and_compares_the_end(tmp_path: Path, capfd: 
     assert main(chaos_command(tmp_path / "again", *words[:-1])) == 0
     out = capfd.readouterr().out
     assert "the job ended well after" in out
-    assert "2 faults; next step after" in out
+    assert "s: 2 faults\n" in out
+    assert "s, p99 needs 100 of them, at most " in out
+    assert "s, of 2 times\n  work lost: " in out
     assert out.endswith("state at the end: equal to that of the undisturbed run, on every process\n")
 
 
@@ -394,6 +428,12 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, capfd: pytest
         victim = line.partition("kill process ")[2][0]
         assert line.endswith(f"; empty {tmp_path}/ram-{victim}")
     assert not (tmp_path / "disturbed").exists()
+    words = ("--mtbf", "60s", "--wipe", "ram:0.5", "--flip", "0.1", "--seed", "7", "--report", "out/", "--dry-run")
+    assert main(["chaos", *words, "--", "python", "train.py"]) == 0
+    out = capfd.readouterr().out.splitlines()
+    assert len(out) == 5
+    assert {line.partition("; ")[2] for line in out} >= {"", "empty ram"}
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(

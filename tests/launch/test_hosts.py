@@ -306,6 +306,61 @@ def test_preemption_told_to_one_agent_saves_on_all(agents: Agents) -> None:
     assert [agent.wait(timeout=120) for agent in agents.agents.values()] == [75, 75, 75]
 
 
+def test_user_signals_of_a_scheduler_reach_each_worker_once(agents: Agents) -> None:
+    """`scancel --signal=USR1` would end all agents but the first, or the workers would count one signal twice."""
+    signums = (signal.SIGUSR1, signal.SIGUSR2)
+    handlers = "import signal\nfor each in (signal.SIGUSR1, signal.SIGUSR2):\n"
+    handlers += (
+        "    signal.signal(each, lambda signum, frame: print('got', signum, e['CKPTKIT_PROCESS'], flush=True))\n"
+    )
+    (agents.home / "told_twice.py").write_text(TOLD.replace("words = [", f"{handlers}words = ["))
+
+    def got() -> list[str]:
+        lines = [line for rank in agents.agents for line in agents.log(rank).splitlines()]
+        return sorted(line.partition(" ")[2] for line in lines if " got " in line)
+
+    agents.start(1, nnodes="2", command="told_twice.py")
+    assert wait_until(lambda: catches(agents.agents[1].pid, signal.SIGUSR2))
+    agents.agents[1].send_signal(signal.SIGUSR1)  # before it has found the first agent: for no worker
+    agents.start(0, nnodes="2", command="told_twice.py")
+    agents.wait_up(0, 4)
+    for signum in signums:
+        for agent in agents.agents.values():
+            agent.send_signal(signum)
+        expected = sorted(f"got {each:d} {process}" for each in signums if each <= signum for process in range(4))
+        assert wait_until(lambda expected=expected: len(got()) >= len(expected)), got()
+        assert got() == expected
+    agents.finish()
+
+
+def test_slow_and_hanging_process_of_another_host_is_named(agents: Agents) -> None:
+    """The first agent would name its own process, which waits for that one, and the wrong host would be replaced."""
+    loop = "    heartbeat.beat(step)\n    heartbeat.staged(0.5 if e['CKPTKIT_PROCESS'] == '2' else 0.1, 0.0)\n"
+    loop += "    culprit = e['CKPTKIT_PROCESS'] == '3' and e['CKPTKIT_ATTEMPT'] == '0'\n"
+    loop += "    while e['CKPTKIT_ATTEMPT'] == '0' and time.monotonic() > end_s + (0 if culprit else 0.5):\n"
+    loop += "        time.sleep(60)\n"
+    code = TOLD.replace("    heartbeat.beat(step)\n", loop).replace(
+        "step = 0\n", "step, end_s = 0, time.monotonic() + 14\n"
+    )
+    (agents.home / "hangs.py").write_text(code)
+    for rank in range(2):
+        agents.start(rank, "--hang-timeout", "5", nnodes="2", command="hangs.py")
+    agents.wait_up(0, 4)
+    agents.wait_up(1, 4)
+    log = agents.log(0)
+    assert "process 2 is slow: it takes 500 ms for its part of a save, the others 100 ms; look at its host" in log
+    assert "process 3 has made no step for 5 s" in log
+    assert "process 3 was lost (no step for 5 s)" in log
+    assert agents.status()["losses"][0]["process"] == 3
+    agents.finish()
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+
+
 def test_wrong_secret_and_garbage_do_not_disturb_the_job(agents: Agents) -> None:
     """A port scanner, or another user's job, could end this one or take part in it."""
     agents.start(0)

@@ -359,6 +359,15 @@ def test_attempt_numbers_continue_over_launches(tmp_path: Path) -> None:
     assert seen == [["[0] attempt 0", "[0] attempt 1"], ["[0] attempt 2", "[0] attempt 3"]]
 
 
+def test_user_signal_before_an_attempt_does_not_end_its_workers() -> None:
+    """A warning of the scheduler during a restart would end the workers, which have no handlers yet."""
+    spy = Spy()
+    launcher = spy.launcher(child("import time; time.sleep(0.3)"))
+    launcher.pass_on(signal.SIGUSR1)
+    assert launcher.run() == ExitCode.OK
+    assert spy.said == []
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_launcher_stops_its_children_and_exits_130(signum: int) -> None:
     """Breaks when Ctrl-C leaves trainers behind."""

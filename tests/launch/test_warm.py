@@ -458,6 +458,20 @@ def test_attempts_that_fail_at_the_same_step_wait_longer_each_time(tmp_path: Pat
     assert not any("again;" in line for line in further.said)
 
 
+def test_job_that_is_stopped_before_a_restart_reports_no_recovery(tmp_path: Path) -> None:
+    """The last step of the lost attempt would be shown as the first one of an attempt that never began."""
+    code = "import sys\nfrom ckptkit.util import heartbeat\nheartbeat.beat(7)\nsys.exit(3)"
+    policy = RestartPolicy(restarts=3, backoff_s=60.0, grace_s=0.1)
+    job = Job([PYTHON, write(tmp_path / "s.py", code)], policy=policy)
+    stop = threading.Thread(
+        target=lambda: wait_until(lambda: any("in 60 s" in line for line in job.said), 60) and job.launcher.stop()
+    )
+    stop.start()
+    assert job.run() == ExitCode.INTERRUPTED
+    stop.join()
+    assert [line for line in job.said if "after the loss" in line and not line.startswith("attempt 1: ")] == []
+
+
 def test_jax_finds_the_job_without_arguments(tmp_path: Path) -> None:
     """A script that runs under srun would need changes to run under `ckptkit run`."""
     code = (

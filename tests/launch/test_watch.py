@@ -1,7 +1,10 @@
-"""Whether an attempt fails where the last one did."""
+"""Whether an attempt fails where the last one did, and which of its processes hangs."""
 
 from __future__ import annotations
 
+import pytest
+
+from ckptkit.launch import HangPolicy
 from ckptkit.launch.watch import Watch
 from ckptkit.util.heartbeat import Beats
 
@@ -33,3 +36,49 @@ def test_signal_between_two_failures_makes_them_no_repetition() -> None:
         watch.look({0: beats(7)})
         watch.lost(float(attempt), failed=failed)
         assert watch.fails_again is again, attempt
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, hang: HangPolicy) -> tuple[Watch, list[float]]:
+    """A watch whose first attempt begins at 100 s, and the clock."""
+    now = [100.0]
+    monkeypatch.setattr("ckptkit.launch.watch.monotonic_s", lambda: now[0])
+    watch = Watch(hang)
+    watch.begin(0)
+    return watch, now
+
+
+def at(count: int, at_s: float, longest_s: float = 0.0, first_s: float = 100.0) -> Beats:
+    return Beats(count=count, step=count, at_s=at_s, longest_s=longest_s, first_step=1, first_s=first_s)
+
+
+def test_given_limit_counts_from_the_start_of_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that hangs before its first step would never end, whatever limit its user gave."""
+    watch, now = watched(monkeypatch, HangPolicy(limit_s=60.0))
+    now[0] = 159.0
+    assert watch.look({0: None, 1: None}) is None
+    now[0] = 161.0
+    assert watch.look({0: None, 1: None}) == (0, 61.0)
+    assert watch.look({}) is None, "workers that are not Python mark no steps"
+    watch.begin(1)
+    assert watch.look({0: None, 1: None}) is None
+
+
+def test_limit_before_a_first_step_is_learnt_from_earlier_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long compilation would be taken for a deadlock, or a start that hangs after a restart wait without a limit."""
+    watch, now = watched(monkeypatch, HangPolicy())
+    now[0] = 1e6
+    assert watch.look({0: None}) is None, "nothing is known of this job"
+    assert watch.look({0: at(1, 1e6, first_s=400.0)}) is None
+    watch.begin(1)
+    now[0] = 1e6 + 2999.0  # ten times the 300 s of the first attempt
+    assert watch.look({0: None}) is None
+    now[0] += 2.0
+    assert watch.look({0: None}) == (0, 3001.0)
+
+
+def test_process_without_a_step_is_named_before_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher would name a healthy process, and its host would be replaced."""
+    watch, now = watched(monkeypatch, HangPolicy(limit_s=60.0))
+    now[0] = 200.0
+    assert watch.look({0: at(2, 130.0), 1: at(1, 120.0), 2: None}) == (2, 70.0)
+    assert watch.look({0: at(2, 130.0), 1: at(1, 120.0)}) == (1, 70.0)

@@ -11,8 +11,9 @@ import pytest
 import ckptkit
 from ckptkit.manager import mounts as reporting
 from ckptkit.model.tiers import RAM, SSD
+from ckptkit.store.misplaced import root_problem, tier_problem
 from ckptkit.store.mounts import row_of
-from tests.mount import MountedBucket
+from tests.mount import MountedBucket, why_not
 from tests.mounts import Mounts
 
 
@@ -41,7 +42,19 @@ def test_mounted_bucket_is_named_once(mounted_bucket: MountedBucket, caplog: pyt
     assert (event.fields["file_system"], event.fields["commit"]) == ("fuse.gcsfuse", "mark")
     (line,) = [each.getMessage() for each in caplog.records if "fuse.gcsfuse" in each.getMessage()]
     assert "a mark, written last" in line
-    assert "Give the bucket's own URL" in line
+    assert "Give gs://bucket instead" in line
+
+
+def test_bucket_that_gke_mounts_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """GKE's driver mounts as plain `fuse`: neither the root nor an SSD tier there would be warned of."""
+    if (reason := why_not()) is not None:
+        pytest.skip(f"no FUSE file system can be mounted here: {reason}")
+    with MountedBucket(tmp_path / "data", "fuse") as mounted, caplog.at_level(logging.WARNING, "ckptkit"):
+        root, ssd = open_manager(mounted.path / "run", ckptkit.Tier.ssd(str(mounted.path / "ssd")))
+    assert (root.fields["commit"], ssd.tier) == ("mark", SSD)
+    assert "on GKE give gs://bucket instead" in root.fields["problem"]
+    assert "is on fuse (bucket), a FUSE program of which nothing is known" in ssd.fields["problem"]
+    assert sum("fuse" in each.getMessage() for each in caplog.records) == 2
 
 
 def test_tiers_on_the_wrong_mounts_warn_with_the_measured_rate(
@@ -70,14 +83,44 @@ def test_tiers_on_the_wrong_mounts_warn_with_the_measured_rate(
         (RAM, "tmpfs", False),
         (RAM, "ext4", True),
         (RAM, "nfs4", True),
-        (RAM, "fuse.unknown", False),
+        (RAM, "fuse.unknown", True),
+        (RAM, "fuse.sshfs", True),
         (SSD, "xfs", False),
         (SSD, "overlay", False),
+        (SSD, "fuse.fuse-overlayfs", False),
         (SSD, "lustre", True),
+        (SSD, "wekafs", True),
         (SSD, "fuse.gcsfuse", True),
+        (SSD, "fuse.daos", True),
+        (SSD, "fuse", True),
         (SSD, "tmpfs", True),
+        (SSD, "oddfs", False),
+        (None, "tmpfs", False),
+        (None, "ext4", False),
+        (None, "nfs4", True),
+        (None, "fuse.unknown", True),
     ],
 )
-def test_problem_of_a_tier_follows_from_its_mount(medium: str, type_name: str, wrong: bool) -> None:
-    """If it failed, a right mount would be warned of, or a wrong one not."""
-    assert (reporting.tier_problem(medium, row_of(type_name)) is not None) == wrong
+def test_problem_of_a_tier_follows_from_its_mount(medium: str | None, type_name: str, wrong: bool) -> None:
+    """If it failed, a right mount would be warned of, or a wrong one not. None: `doctor` does not know the medium."""
+    assert (tier_problem(medium, row_of(type_name)) is not None) == wrong
+
+
+@pytest.mark.parametrize(
+    ("type_name", "device", "words"),
+    [
+        ("fuse", "my-bucket", "It is probably a mounted bucket: on GKE give gs://my-bucket instead"),
+        ("fuse", "_", "on GKE give the gs:// URL instead"),  # all buckets of a project
+        ("fuse", "/dev/fuse", "on GKE give the gs:// URL instead"),
+        ("fuse", "mountpoint-s3", "Give the bucket's own URL instead"),
+        ("fuse.gcsfuse", "my-bucket", "Give gs://my-bucket instead"),
+        ("fuse.s3fs", "s3fs", "Give the bucket's own URL instead"),
+        ("fuse", "blobfuse2", None),  # no URL of Azure is read
+        ("nfs4", "filer:/export", None),
+        ("fuse.sometool", "tool", None),
+    ],
+)
+def test_advice_for_a_root_names_the_bucket(type_name: str, device: str, words: str | None) -> None:
+    """If it failed, a user of GKE would not learn which URL to give, or a user of Azure would look for one."""
+    problem = root_problem(row_of(type_name, device))
+    assert problem is None if words is None else words in (problem or "")

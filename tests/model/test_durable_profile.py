@@ -22,10 +22,11 @@ def test_invalid_value_is_refused(field: str, value: Any) -> None:
         return
     unit = "seconds" if field.endswith("_s") else "bytes" if field.endswith("_bytes") else "a count"
     given: dict[str, Any] = {field: value}
-    if (field.startswith("job_") or field in ("write_bytes_per_s", "start_spread_s")) and value is None:
+    is_rate = field in ("write_bytes_per_s", "read_bytes_per_s", "start_spread_s")
+    if (is_rate or field.startswith("job_")) and value is None:
         assert DurableProfile(**given) == DurableProfile()
         return
-    if field.endswith("write_bytes_per_s"):
+    if field.endswith("_bytes_per_s"):
         unit = "bytes per second"
     with pytest.raises(ValueError, match=rf"DurableProfile: {field} is .*; give {unit} above 0"):
         DurableProfile(**given)
@@ -39,9 +40,13 @@ def test_rate_of_a_job_is_divided_over_its_processes(
     job: float | None, own: float | None, expected: float | None
 ) -> None:
     """A thousand processes would take a thousand times the bandwidth that the job was given."""
-    profile = DurableProfile(job_write_bytes_per_s=job, write_bytes_per_s=own)
+    profile = DurableProfile(
+        job_write_bytes_per_s=job, write_bytes_per_s=own, job_read_bytes_per_s=job, read_bytes_per_s=own
+    )
     part = profile.for_one_of(4)
     assert (part.write_bytes_per_s, part.job_write_bytes_per_s) == (expected, None)
+    assert (part.read_bytes_per_s, part.job_read_bytes_per_s) == (expected, None)
+    assert part.read_ahead_bytes == min(DurableProfile().read_ahead_bytes, expected or 1 << 40)
     assert part.for_one_of(4) == part, "divided once"
 
 

@@ -20,6 +20,7 @@ LONG_CONSTRUCTORS = {
 # Public and documented: users write or read every field of these by name.
 LONG_RECORDS = {
     "Tier",  # made by Tier.ram, Tier.ssd and Tier.peer
+    "SaveOptions",  # each is a word of the caller's, and none belongs to another
     "DurableProfile",  # a file that `ckptkit tune` writes
     "ArenaEntry",  # a row of `ckptkit tiers --json`
     "StepUsage",  # a row of `ckptkit du --json`

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ckptkit.restore.broadcast.collective import AllGather, links_of
+from tests.contexts import CONTEXTS
 
 WIDTH = 4 * 4 * 100
 
@@ -54,3 +55,35 @@ def test_a_device_without_room_is_known_before_the_launch(monkeypatch: pytest.Mo
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         gather.put(np.zeros(WIDTH, np.uint8))
     assert not launches
+
+
+class _Received:
+    """A result whose bytes are copied to the host, as those of an accelerator are: a CPU copies packed types alone."""
+
+    def __init__(self, array: Any):
+        self._array = array
+        self.addressable_shards = [_Received.Shard(shard) for shard in array.addressable_shards]
+
+    class Shard:
+        def __init__(self, shard: Any):
+            self.device, self.data, self._words = shard.device, self, shard.data
+
+        def addressable_data(self, _: int) -> Any:
+            return self
+
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            np.asarray(jax.device_put(np.zeros(2, "int4"), self.device))
+            return np.asarray(self._words)
+
+
+@pytest.mark.parametrize("context", [*CONTEXTS, "explicit transfers too"])
+def test_windows_are_exchanged_in_the_context_of_the_loop(context: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process would raise between two votes, which is fatal for the restore of all."""
+    others = {**CONTEXTS, "explicit transfers too": lambda: jax.transfer_guard("disallow_explicit")}
+    window = np.random.default_rng(0).integers(0, 256, WIDTH, np.uint8)
+    with others[context]():
+        gather = AllGather(((0,),), WIDTH, links_of(1), 0)
+        launch = gather._gather
+        monkeypatch.setattr(gather, "_gather", lambda sent: _Received(launch(sent)))
+        for _ in range(2):
+            assert (gather(gather.put(window)) == window).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -166,6 +167,29 @@ def test_hundred_locked_directories_are_an_error(host: Path, monkeypatch: pytest
     monkeypatch.setattr(fcntl, "flock", held)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TierUnusableError, match=rf"^every slot directory below {host} is held by another process$"):
+        Arena.open(host, 0, slots=2, synced=False)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSYS, r"its file system has no locks \(flock\); .* mount Lustre with -o flock"),
+        (errno.ENOLCK, "its file system has no locks"),
+        (errno.EIO, "flock: Input/output error"),
+    ],
+)
+def test_directory_without_locks_is_unusable(
+    host: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    """Lustre without `-o flock` answers ENOSYS, NFS without a lock service ENOLCK: a user would see a bare OSError."""
+
+    def refused(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TierUnusableError, match=f"tier directory {host}.* cannot be used: {words}"):
         Arena.open(host, 0, slots=2, synced=False)
     assert len(os.listdir("/proc/self/fd")) == before
 

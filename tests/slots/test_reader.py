@@ -14,6 +14,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.slots.reader import SlotReader, manifest_name_of, read_manifest, within
+from ckptkit.util.pages import flat_block
 
 SHAPES = [(0,), (3,), (8, 8), (16,)]
 
@@ -76,7 +77,7 @@ def test_boxes_of_many_forms_come_from_one_copy(tmp_path: Path) -> None:
         boxes.append((leaf, replace(record, digests=(digest_of(stored),))))
     memory[boxes[4][1].offset] ^= 1
     memory.tofile(tmp_path / manifest.slot)
-    found = SlotReader(tmp_path, manifest).read_run([(leaf, record) for leaf, record in boxes])
+    found = SlotReader(tmp_path, manifest).read_run([(leaf, record) for leaf, record in boxes], flat_block)
     assert found[4] is None
     for block, wanted in zip(found[:4] + found[5:], expected[:4] + expected[5:], strict=True):
         assert block is not None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,15 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import ckptkit
+from ckptkit.guard import Guard
+from ckptkit.restore import place
+from ckptkit.snapshot import describe
+from tests.contexts import CONTEXTS, mesh_of
 from tests.states import abstract, assert_same
 
-STRATEGIES = ["auto", "slot_copy", "device_copy", "pinned_host", "block", "alias", "gate"]
-
-
-def mesh_of(axis: AxisType) -> Mesh:
-    return jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(axis,) * 2)
-
-
-@contextmanager
-def setting(name: str, value: Any) -> Iterator[None]:
-    before = getattr(jax.config, name)
-    jax.config.update(name, value)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
-
-
-CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "set_mesh, automatic axes": lambda: jax.set_mesh(mesh_of(AxisType.Auto)),
-    "set_mesh, explicit axes": lambda: jax.set_mesh(mesh_of(AxisType.Explicit)),
-    "transfer guard": lambda: jax.transfer_guard("disallow"),
-    "64-bit types": lambda: setting("jax_enable_x64", True),
-    "NaN checks": lambda: setting("jax_debug_nans", True),
-}
+_OF_CPUS = ["auto", "slot_copy", "device_copy", "pinned_host", "block", "alias", "gate"]
+_OF_ACCELERATORS = ["auto", "device_copy", "block", "gate"]
+STRATEGIES = [*(f"cpu, {each}" for each in _OF_CPUS), *(f"accelerator, {each}" for each in _OF_ACCELERATORS)]
 
 
 def state_of(axis: AxisType) -> dict[str, Any]:
@@ -60,6 +42,9 @@ def state_of(axis: AxisType) -> dict[str, Any]:
         "int4": put(np.arange(8).astype(jnp.int4), "data"),
         "stage": put(np.arange(8.0, dtype=np.float32), "stage", on=stage),
         "one": jax.device_put(np.arange(5), SingleDeviceSharding(jax.devices()[3])),
+        "mapped": jax.shard_map(
+            lambda rows: rows + 1, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")
+        )(put(np.arange(8, dtype=np.float32), "data")),
         "key": put(jax.random.key(3)),
         "keys": put(jax.random.split(jax.random.key(4), 4), "data"),
         "host": np.arange(3),
@@ -67,23 +52,38 @@ def state_of(axis: AxisType) -> dict[str, Any]:
     }
 
 
+SMALL = {"array": "one", "spread": "rows", "copied": "int4", "random": "key"}  # items, and the leaves that they are
+
+
 def save_args(state: Any) -> Any:
     return ocp.args.Composite(
         state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
         array=ocp.args.ArraySave(state["one"]),  # pyright: ignore[reportCallIssue]
         spread=ocp.args.ArraySave(state["rows"]),  # pyright: ignore[reportCallIssue]
+        copied=ocp.args.ArraySave(state["int4"]),  # pyright: ignore[reportCallIssue]
         random=ocp.args.JaxRandomKeySave(state["key"]),  # pyright: ignore[reportCallIssue]
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.fixture
+def passing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Devices that pass for accelerators, if the parameter says so; and the strategy that it names."""
+    device, _, strategy = request.param.partition(", ")
+    if device == "accelerator":
+        monkeypatch.setattr(describe, "is_accelerator", lambda device: True)
+    place._local_devices.cache_clear()
+    yield strategy
+    place._local_devices.cache_clear()
+
+
+@pytest.mark.parametrize("passing", STRATEGIES, indirect=True)
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_state_is_saved_and_restored_in_the_context_of_the_loop(tmp_path: Path, context: str, strategy: Any) -> None:
+def test_state_is_saved_and_restored_in_the_context_of_the_loop(tmp_path: Path, context: str, passing: Any) -> None:
     """Every save or restore of a training loop that sets such a context would raise."""
     state = state_of(AxisType.Explicit if "explicit" in context else AxisType.Auto)
     template = abstract(state)
     tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), slots=3)]
-    saving = ckptkit.SaveOptions(staging=strategy)
+    saving = ckptkit.SaveOptions(staging=passing)
     with ckptkit.CheckpointManager(tmp_path / "d", tiers=tiers, saving=saving) as manager:
         with CONTEXTS[context]():
             manager.save(1, args=save_args(state))
@@ -92,7 +92,46 @@ def test_state_is_saved_and_restored_in_the_context_of_the_loop(tmp_path: Path, 
             found = manager.restore(1)
         assert_same(given["state"], state)
         assert_same(found["state"], state)
-        assert_same([found["array"], found["spread"], found["random"]], [state["one"], state["rows"], state["key"]])
+        assert_same([found[name] for name in SMALL], [state[leaf] for leaf in SMALL.values()])
         for leaf, expected in zip(jax.tree.leaves(given["state"]), jax.tree.leaves(state), strict=True):
             if isinstance(expected, jax.Array):
                 assert leaf.sharding.is_equivalent_to(expected.sharding, expected.ndim)
+
+
+def plain(args: type, *values: Any, **named: Any) -> Any:
+    """Arguments of Orbax, whose classes the type checker does not know as such."""
+    return args(*values, **named)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_casts_run_in_the_context_of_the_loop(tmp_path: Path, context: str) -> None:
+    """A program of ours would run in the loop's mesh, and raise for a leaf on other devices, or for its NaNs."""
+    state = state_of(AxisType.Explicit if "explicit" in context else AxisType.Auto)
+    names = ("split", "replicated", "nan", "stage", "one")
+    state = {name: state[name] for name in names}
+    narrow = jax.tree.map(lambda leaf: ocp.SaveArgs(dtype=jnp.bfloat16), state)
+    wide = jax.tree.map(lambda leaf: leaf.update(dtype=np.float32), abstract(state))
+    wishes = jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=np.dtype("float32")), state)
+    with ckptkit.CheckpointManager(tmp_path / "d") as manager, CONTEXTS[context]():
+        saves = [plain(kind, state, save_args=narrow) for kind in (ocp.args.StandardSave, ocp.args.PyTreeSave)]
+        manager.save(1, args=ocp.args.Composite(a=saves[0], b=saves[1]))
+        manager.wait_until_finished()
+        asked = plain(ocp.args.StandardRestore, wide), plain(ocp.args.PyTreeRestore, state, restore_args=wishes)
+        found = manager.restore(1, args=ocp.args.Composite(a=asked[0], b=asked[1])).values()
+    expected = {name: np.asarray(leaf).astype(jnp.bfloat16).astype(np.float32) for name, leaf in state.items()}
+    for each in found:
+        assert_same(each, expected)
+        for name, leaf in state.items():
+            assert each[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim), name
+
+
+def test_digests_and_alarms_pass_a_transfer_guard() -> None:
+    """A loop that guards against transfers of its own would end in what it asked of us."""
+    value = jax.device_put(np.array(3, "int4"))  # which a CPU copies, as an accelerator does with all
+    guard = Guard()
+    with jax.transfer_guard("disallow"):
+        found = ckptkit.state_digest({"value": value})
+        assert guard.watch(1, loss=value, grad_norm=value) is None
+        recorded = guard.to_json()
+    assert found == ckptkit.state_digest({"value": value})
+    assert {name: readings[0][1] for name, readings in recorded["readings"].items()} == {"loss": 3.0, "grad_norm": 3.0}

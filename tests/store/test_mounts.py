@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from ckptkit.store import LocalStore, mounts, properties_of
-from ckptkit.store.mounts import FILE_SYSTEMS, Mount, file_system_of, parse_mounts, row_of
+from ckptkit.store.mounts import FILE_SYSTEMS, Guarantee, Mount, file_system_of, parse_mounts, row_of
 from tests.mount import MountedBucket
 from tests.mounts import Mounts
 
-# As a GKE pod has them: proc(5) gives the fields. A space is \040, and one mount covers another at /data.
+# proc(5) gives the fields. A space is \040, and one mount covers another at /data. The lines of type `fuse` are as the
+# documents of gcs-fuse-csi-driver, mountpoint-s3-csi-driver and blob-csi-driver show them, and as MooseFS mounts.
 TABLE = r"""
 22 1 0:21 / / rw,relatime shared:1 - overlay overlay rw,lowerdir=/l,upperdir=/u,workdir=/w
 23 22 0:30 / /dev/shm rw - tmpfs shm rw,size=65536k
@@ -23,6 +26,13 @@ TABLE = r"""
 27 22 0:34 / /lustre rw - lustre 10.0.0.1@tcp:/fs rw,flock
 28 22 0:35 / /new rw - fuse.sometool tool rw
 29 22 0:36 / /odd rw - oddfs odd rw
+30 22 0:37 / /data/bucket rw,nosuid,nodev,noexec,relatime - fuse my-bucket rw,user_id=0,group_id=0,default_permissions
+52 22 0:38 / /s3 ro,nosuid,nodev,noatime - fuse mountpoint-s3 ro,user_id=0,group_id=0,default_permissions,allow_other
+53 22 0:39 / /mnt/blob rw,nosuid,nodev,relatime - fuse blobfuse2 rw,user_id=0,group_id=0,allow_other
+54 22 0:40 / /old rw,nosuid,nodev,relatime - fuse.s3fs s3fs rw,user_id=0,group_id=0,allow_other
+55 22 0:41 / /jfs rw,relatime - fuse.juicefs JuiceFS:prod rw,user_id=0,group_id=0,default_permissions,allow_other
+56 22 0:42 / /workspace rw,nosuid,nodev,relatime - fuse mfs#eu.example.net:9421 rw,user_id=0,group_id=0,allow_other
+57 22 0:43 / /home/b rw,nosuid,nodev,relatime - fuse.sshfs b@host:/home rw,user_id=1000,group_id=1000
 torn line
 """.splitlines()
 
@@ -30,7 +40,7 @@ torn line
 def test_mounts_are_read_with_their_types_and_devices() -> None:
     """If it failed, a bucket with a space in its name would be taken for the disk above it."""
     found = parse_mounts(TABLE)
-    assert len(found) == 8
+    assert len(found) == 15
     assert found[4] == Mount(point="/gcs/my runs", type="fuse.gcsfuse", device="my-bucket")
 
 
@@ -45,6 +55,13 @@ def test_mounts_are_read_with_their_types_and_devices() -> None:
         ("/lustre/run", "lustre", "network", True),
         ("/new/run", "fuse.sometool", "other", False),
         ("/odd/run", "oddfs", "other", True),
+        ("/data/bucket/run", "fuse", "other", False),  # GKE: the device is the bucket's name
+        ("/s3/run", "fuse.mount-s3", "bucket", False),
+        ("/mnt/blob/run", "fuse.blobfuse2", "bucket", False),
+        ("/old/run", "fuse.s3fs", "bucket", False),
+        ("/jfs/run", "fuse.juicefs", "network", True),
+        ("/workspace/run", "fuse.mfs", "network", False),
+        ("/home/b/run", "fuse.sshfs", "network", False),
     ],
 )
 def test_a_path_has_the_guarantees_of_its_mount(
@@ -79,11 +96,26 @@ def test_every_row_has_its_source(name: str) -> None:
     assert row.atomic_rename or row.medium != "memory"
 
 
+def test_the_page_s_table_of_guarantees_is_that_of_the_code() -> None:
+    """A reader would choose a file system for a guarantee that the code does not expect of it, or the reverse."""
+    page = (Path(__file__).parents[2] / "docs/STORAGE.md").read_text()
+    _, _, rows = page.partition("| type | directory rename |")[2].partition("\n")
+    found: dict[str, frozenset[str]] = {}
+    for line in rows.splitlines()[1:]:
+        if not line.startswith("|"):
+            break
+        types, *answers = (each.strip() for each in line.strip("|").split("|"))
+        lacks = {guarantee for guarantee, answer in zip(get_args(Guarantee), answers, strict=True) if answer == "no"}
+        found |= dict.fromkeys(re.findall("`(.+?)`", types), frozenset(lacks))
+    assert found == {name: row.lacks for name, row in FILE_SYSTEMS.items()}
+
+
 def test_mounted_tmpfs_is_recognised_below_a_missing_directory(tmp_path: Path, mounts: Mounts) -> None:
     """If it failed, a ramdisk tier that is not made yet would have the properties of the disk above it."""
     there = mounts.small(tmp_path / "small", "1m")
     assert file_system_of(there / "not" / "made").name == "tmpfs"
     assert file_system_of(there / "not" / "made").medium == "memory"
+    assert file_system_of(f"file://{there}/not").medium == "memory"
     assert file_system_of(tmp_path).medium != "memory"
 
 

@@ -13,6 +13,7 @@ from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
 from ckptkit.store import MemoryStore, RemoteStore, RetryStore, Store
 from ckptkit.store.base import PutMode
 from ckptkit.store.retry import retried
+from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Status
 from tests.store.stores import FakeTime
 
 # RemoteStore: what libraries raise becomes ours, once.
@@ -31,14 +32,15 @@ class Failing:
         return fails
 
 
-def operations_of(store: Store) -> list[Callable[[], Any]]:
-    return [
-        lambda: store.put("key", b""),
-        lambda: store.get("key"),
-        lambda: store.stat("key"),
-        lambda: store.list("dir"),
-        lambda: store.delete("key"),
-    ]
+def operations_of(store: Store, without: str = "") -> list[Callable[[], Any]]:
+    each = {
+        "put": lambda: store.put("key", b""),
+        "get": lambda: store.get("key"),
+        "stat": lambda: store.stat("key"),
+        "list": lambda: store.list("dir"),
+        "delete": lambda: store.delete("key"),
+    }
+    return [operation for name, operation in each.items() if name != without]
 
 
 def gcs_error(status: int) -> Exception:
@@ -51,20 +53,26 @@ def gcs_error(status: int) -> Exception:
     raise AssertionError(status)
 
 
-def gcs_error_with_an_object_as_message() -> Exception:
-    try:
-        validate_response(503, b'{"error": {"code": 503, "message": {"text": "overloaded"}}}', "b/key")
-    except Exception as error:  # noqa: BLE001  any type: that is the point
-        return error
-    raise AssertionError
-
-
-def test_error_with_an_object_as_message_is_transient() -> None:
+@pytest.mark.parametrize("status", [500, 503, 504])
+def test_error_with_an_object_as_message_is_transient(server: BucketServer, status: int) -> None:
     """One such answer of a front end would end the start of a manager."""
-    store = failing(gcs_error_with_an_object_as_message())
-    for operation in operations_of(store):
+    store = RemoteStore("gs://runs/run")
+    server.faults = FaultPlan(faults=(Fault(effect=Status(code=status, nested=True)),))
+    for operation in operations_of(store, without="get"):  # a download's error is plain text
         with pytest.raises(TransientStoreError):
             operation()
+
+
+def test_refusal_with_an_object_as_message_is_not_tried_again(server: BucketServer) -> None:
+    """A caller without credentials would wait until the deadline of the retries, and read of a busy service."""
+    store = RetryStore(RemoteStore("gs://runs/run"))
+    server.faults = FaultPlan(faults=(Fault(effect=Status(code=401, nested=True)),))
+    for operation in operations_of(store, without="get"):
+        before = len(server.log.entries())
+        with pytest.raises(StoreError, match=r"grant storage\.objects\.") as caught:
+            operation()
+        assert type(caught.value) is StoreError
+        assert len(server.log.entries()) == before + 1
 
 
 def failing(error: Exception, url: str = "memory://bucket/run") -> RemoteStore:

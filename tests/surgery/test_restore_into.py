@@ -127,6 +127,12 @@ def test_another_dtype_is_cast_on_the_devices(run: Any) -> None:
     assert raw(found["kernel"]) == raw(expected)
     assert found["kernel"].sharding == sharding
     assert report.plan.taken[0].cast
+    alone = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    target = {"kernel": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16, sharding=alone)}
+    with jax.set_mesh(mesh()):  # of other devices than the leaf's
+        found, _ = restore_into(manager, None, target, rules)
+    assert raw(found["kernel"]) == raw(expected)
+    assert found["kernel"].sharding == alone
 
 
 def test_all_differences_are_reported_without_a_fallback(run: Any) -> None:

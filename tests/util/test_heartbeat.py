@@ -5,9 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 
+import ckptkit
 from ckptkit.util import heartbeat
 from ckptkit.util.heartbeat import Beats
 
@@ -55,3 +59,17 @@ def test_steps_have_the_numbers_of_the_loop_and_not_those_of_saves(
     found = beats()
     assert found is not None
     assert (found.count, found.first_step, found.step) == (6 + asks_first, 35, 37)
+
+
+def test_saves_are_counted_with_the_time_of_this_process(beats: Callable[[], Beats | None], tmp_path: Path) -> None:
+    """A process that copies slowly, or reaches its steps last, would not be named while the job runs."""
+    args = ocp.args
+    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, args=args.StandardSave({"w": jnp.zeros(1 << 16)}))
+            manager.wait_until_finished()
+    found = beats()
+    assert found is not None
+    assert (found.count, found.saves.count) == (2, 2)
+    assert 0.0 < found.saves.own_s < 60.0
+    assert 0.0 <= found.saves.computing_s < 60.0

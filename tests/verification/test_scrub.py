@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -15,6 +18,7 @@ import ckptkit
 from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.slots.reader import read_manifest
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock
+from ckptkit.upkeep import list_arenas
 from ckptkit.verification import Scrub, mend_step
 from ckptkit.verification.scrub import others_may_hold
 from tests.states import abstract, assert_same, make_state, restore_args
@@ -319,20 +323,98 @@ def test_step_replaced_during_the_repair_is_left(job: Job, monkeypatch: pytest.M
     assert (job.root / "1/_CHECKPOINT_METADATA").read_text() == '{"commit_timestamp_nsecs": 5}'
 
 
-def test_file_system_without_rename_exchange_is_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that could be mended elsewhere would be put aside, or be absent between two renames."""
-    from ckptkit.verification import mend_step as module
+def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS, Lustre and CephFS are."""
 
     def refused(*_: object) -> None:
-        raise OSError(22, "Invalid argument")
+        raise OSError(errno.EINVAL, "Invalid argument")
 
+    monkeypatch.setattr(mend_step, "exchange", refused)
+
+
+def damage(job: Job) -> dict[str, bytes]:
+    """Flips bits in every data file and in a record of step 1, and removes a manifest."""
+    for path in (job.root / "1/state/d").iterdir():
+        flip(path, 300)
     flip(job.root / "1/state/_ckptkit/process-0.json", 300)
-    before = content(job.home)
-    monkeypatch.setattr(module, "exchange", refused)
+    (job.root / "1/state/manifest.ocdbt").unlink()
+    return content(job.root / "1")
+
+
+def test_step_is_repaired_without_rename_exchange(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, Lustre and CephFS every damaged step would stay damaged."""
+    before = damage(job)
+    without_exchange(monkeypatch)
+    assert acts(scrubbed(job)) == [(1, "durable", "repair", True)]
+    assert ckptkit.verify(str(job.root)).steps[1].state == "proven"
+    assert_whole(job)
+    restored(job)
+    assert content(job.root / "_ckptkit" / QUARANTINE_DIR / "1") == before, "what was damaged is kept"
+    assert not list((job.root / "_ckptkit").glob("repair-*"))
+    assert acts(scrubbed(job)) == []
+
+
+def test_repair_without_rename_exchange_is_completed_after_a_crash(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash between two files would lose what was left of the step, or leave one that nothing can repair."""
+    replace, deaths = os.replace, 0
+    without_exchange(monkeypatch)
+    while True:
+        damage(job)
+        left = deaths
+
+        def dying(*names: Any, **descriptors: Any) -> None:
+            nonlocal left
+            if "dst_dir_fd" in descriptors:
+                if left == 0:
+                    raise KeyboardInterrupt
+                left -= 1
+            replace(*names, **descriptors)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(mend_step.os, "replace", dying)
+            try:
+                scrubbed(job)
+                break
+            except KeyboardInterrupt:
+                deaths += 1
+        scrubbed(job)
+        assert ckptkit.verify(str(job.root)).steps[1].state == "proven"
+        restored(job)
+    assert deaths == 3, "a data file, a manifest of a tree, and a record"
+
+
+def test_step_pruned_during_a_repair_without_exchange_stays_away(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a deleted step would appear under its name, and pass for a step."""
+    damage(job)
+    without_exchange(monkeypatch)
+    inner = mend_step._replace
+
+    def pruned(*arguments: Any) -> None:
+        if (job.root / "1").exists():
+            (job.root / "1").rename(job.home / "pruned")
+        inner(*arguments)
+
+    monkeypatch.setattr(mend_step, "_replace", pruned)
     found = scrubbed(job)
     assert acts(found) == [(1, "durable", "leave", False)]
-    assert found.treatments[0].reason == "its file system cannot swap two names in one step"
-    assert content(job.home) == before
+    assert found.treatments[0].reason == "it was pruned meanwhile"
+    assert not (job.root / "1").exists()
+
+
+def test_repair_works_without_locks(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre without the mount option `flock` answers ENOSYS: a repair would end in a traceback, or delete a living
+    one's copy."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    (job.root / "1/state/manifest.ocdbt").unlink()
+    young, old = (Path(tempfile.mkdtemp(prefix="repair-", dir=job.root / "_ckptkit")) for _ in range(2))
+    os.utime(old, (1.0, 1.0))
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert acts(scrubbed(job)) == [(1, "durable", "repair", True)]
+    assert list((job.root / "_ckptkit").glob("repair-*")) == [young], "the one that began long ago is dead"
+    assert all(each.live for each in list_arenas(job.tiers)), "nobody knows whether a process holds them"
 
 
 def test_running_job_repairs_its_own_slots(job: Job) -> None:

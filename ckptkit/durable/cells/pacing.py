@@ -1,4 +1,5 @@
-"""When the next bytes may go to the durable tier: at the rate that is allowed, and after a fast tier's commit."""
+"""When the next bytes may go to the durable tier, or come from it: at the rate that is allowed, and after a fast tier's
+commit."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ def spread_start(profile: DurableProfile, url: str) -> None:
 
 
 @final
-class WritePace:
-    """The pace of all durable writes of a process. Safe from several threads.
+class Pace:
+    """The pace of all durable writes of a process, or of all its durable reads. Safe from several threads.
 
-    `write_bytes_per_s` None: as fast as it goes.
+    `bytes_per_s` None: as fast as it goes.
     """
 
-    def __init__(self, write_bytes_per_s: float | None = None):
-        self._rate = write_bytes_per_s
+    def __init__(self, bytes_per_s: float | None = None):
+        self._rate = bytes_per_s
         self.taken_bytes = 0  # so far
         self._changed = threading.Condition()
         self._urgent: set[Hashable] = set()

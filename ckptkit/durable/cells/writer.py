@@ -20,7 +20,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.cells.kvstore import BUCKET_DRIVERS, base_of
-from ckptkit.durable.cells.pacing import WritePace
+from ckptkit.durable.cells.pacing import Pace
 from ckptkit.durable.cells.pieces import INLINE_BYTES, Pieces
 from ckptkit.durable.cells.tensorstore_wait import awaited, small_objects
 from ckptkit.durable.cells.unchanged import NODES, NOTHING_SHARED, FileGroup, PieceTree, SharingPlan, group_of
@@ -107,7 +107,7 @@ class CellWriter:
         self,
         directory: str,
         profile: DurableProfile,
-        pace: WritePace | None = None,
+        pace: Pace | None = None,
         context: ts.Context | None = None,
         ready: Callable[[], object] = lambda: None,
         *,
@@ -122,7 +122,7 @@ class CellWriter:
         self._apart, self._group_databases = bool(sharing.apart), list[int]()
         self._ready = ready
         self._directory, self._profile = directory, profile
-        self._pace = pace or WritePace(profile.write_bytes_per_s)
+        self._pace = pace or Pace(profile.write_bytes_per_s)
         self._context = context or kvstore_context(profile, writing=True)
         self._pieces = Pieces(profile, ((leaf, [box for box, _ in blocks]) for leaf, blocks in expected))
         self._spec = kvstore_spec(directory, profile, writing=True, data_prefix=data_prefix)

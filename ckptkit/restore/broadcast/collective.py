@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ckptkit.restore.broadcast.schedule import Groups
+from ckptkit.util.own_context import own_context
 
 _WORD = np.dtype(np.uint32)
 
@@ -38,6 +39,7 @@ class AllGather:
     holds memory of the size of a result, and the processes vote after `put`. The call frees that memory and launches.
     """
 
+    @own_context()
     def __init__(self, groups: Groups, width: int, links: Sequence[Sequence[Any]], process: int):
         self._own = links[process]
         self._shape = (len(groups), len(groups[0]), len(self._own), width // len(self._own) // _WORD.itemsize)
@@ -54,6 +56,7 @@ class AllGather:
         self._into = np.zeros((self._shape[1], width), np.uint8)
         self._reserved: Any = None  # the size of a result on each device: of the last one, from the second round on
 
+    @own_context()
     def put(self, window: np.ndarray) -> jax.Array:
         """The bytes of this process (`uint8[width]`) on its devices, and room for the result; launches no collective.
 
@@ -67,6 +70,7 @@ class AllGather:
             self._reserved = jax.block_until_ready(jax.device_put(list(result), self._own, may_alias=False))
         return jax.make_array_from_single_device_arrays(self._shape, self._sent, shards)
 
+    @own_context()
     def __call__(self, sent: jax.Array) -> np.ndarray:
         """`uint8[replicas, width]`: the windows of this process's group, in its order. Overwritten by the next call."""
         self._reserved = None

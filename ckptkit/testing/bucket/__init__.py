@@ -5,8 +5,8 @@ It has Google's generations and preconditions, checksums, resumable uploads, a s
 of requests. `python -m ckptkit.testing.bucket` is the same as a command.
 
 It leaves out authentication: any caller may do anything, unless the fault plan forbids it. It also leaves out object
-versions, soft delete, retention, ACLs and IAM, customer keys, decompressive transcoding, gRPC, partial responses
-(`fields`), `x-goog-meta-*` headers, and rate limits of its own. Of the XML API it has only reads.
+versions, soft delete, retention, ACLs and IAM, customer keys, decompressive transcoding, gRPC, `x-goog-meta-*` headers,
+and rate limits of its own. Of the XML API it has only reads.
 """
 
 from ckptkit.testing.bucket.call import CallKind
