@@ -19,10 +19,7 @@ README_FIGURES = {
     ("faults", "resume_s"): "From a killed process to its next training step",
     ("faults", "wrong_runs"): "Trainings with injected bit flips that ended with wrong bits",
     ("stall", "stall_ms_per_save"): "A save delays a loop whose step keeps all cores busy",
-    (
-        "stall",
-        "stall_idle_ms_per_save",
-    ): "A save delays a loop whose step leaves the cores idle (copy for accelerators)",
+    ("stall", "stall_idle_ms_per_save"): "A save delays a loop whose step leaves cores idle (copy for accelerators)",
     ("stall", "stall_idle_ms_per_save.cpu"): "The same (usual copy for CPU devices)",
     ("commit", "commit_gbps"): "From `save` to the commit on the ramdisk",
     ("restore", "restore_gbps"): "Restore from the ramdisk, every byte verified",
