@@ -51,6 +51,7 @@ class Job:
 
     hosts: Hosts
     port: int
+    has_copies: bool = False  # of each host's share, on another host; else there are data replicas
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
     agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -66,6 +67,7 @@ class Job:
         if number == 0:
             words += ["--status", str(self.home / "status.json"), "--events", str(self.home / "shared")]
         worker = ["bench.kill_worker", "--compile-cache", str(self.home / "shared" / "compile-cache")]
+        worker += ["--peer-copies"] * self.has_copies
         for name in ("process", "processes", "attempt"):
             worker += [f"--{name}", f"{{{name}}}"]
         command = [sys.executable, "-m", "ckptkit.cli", "run", *words, "--", sys.executable, "-m", *worker]
@@ -215,13 +217,18 @@ def _steps(home: Path, attempt: int) -> int:
 
 def wrong_bits(home: Path) -> int:
     """Steps that a process did again with other bits than before."""
+    return sum(len(found) > 1 for found in digests_of(home).values())
+
+
+def digests_of(home: Path) -> dict[tuple[str, int], set[str]]:
+    """The digests of each process's part of the state after each step, over all lives."""
     digests: dict[tuple[str, int], set[str]] = {}
     for path in home.glob("host-*/events/attempt-*-process-*.jsonl"):
         _, attempt, _, process = path.stem.split("-")
         for line in (path.parent.parent / f"proof-{attempt}.jsonl").read_text().split("\n")[:-1]:
             step, digest = json.loads(line)
             digests.setdefault((process, step), set()).add(digest)
-    return sum(len(found) > 1 for found in digests.values())
+    return digests
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -268,9 +275,10 @@ def show(result: dict[str, Any], console: Console) -> None:
 @click.option("--hosts", "count", type=click.IntRange(2), default=4, show_default=True, help="An even number.")
 @click.option("--kills", type=click.IntRange(2), default=20, show_default=True, help="Half of hosts, half of workers.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Repeats the victims.")
+@click.option("--peer-copies", is_flag=True, help="One replica, and Tier.peer(), in place of two data replicas.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every kill, as JSON.")
 @click.option("--keep", is_flag=True, help="Keep the logs, and print their place.")
-def main(count: int, kills: int, seed: int, json_path: Path | None, keep: bool) -> None:
+def main(count: int, kills: int, seed: int, peer_copies: bool, json_path: Path | None, keep: bool) -> None:
     """Kills workers and hosts of a job with a spare host, and measures how soon it makes steps again."""
     if count % 2:
         raise click.UsageError("--hosts must be even: two replicas of one half each")
@@ -280,7 +288,7 @@ def main(count: int, kills: int, seed: int, json_path: Path | None, keep: bool) 
     try:
         (home / "shared").mkdir()
         with running_hosts(home, count + 1) as hosts:
-            job = Job(hosts=hosts, port=free_port(""))
+            job = Job(hosts=hosts, port=free_port(""), has_copies=peer_copies)
             try:
                 rows = measure(job, kills, seed, lambda text: console.print(text, markup=False))
             finally:
@@ -290,6 +298,7 @@ def main(count: int, kills: int, seed: int, json_path: Path | None, keep: bool) 
                 "environment": where,
                 "seed": seed,
                 "hosts": count,
+                "peer_copies": peer_copies,
                 "apart": hosts.why_shared is None,
                 "rows": rows,
                 "wrong_bits": wrong_bits(home),

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="to do in the last life; the others go on until killed")
     parser.add_argument("--last-attempt", type=int, default=-1, help="the first life that is the last")
     parser.add_argument("--compile-cache", help="a directory that hosts share  [default: the host's own]")
+    parser.add_argument("--peer-copies", action="store_true", help="no data replicas: other hosts have copies")
     parser.add_argument("--plain", action="store_true", help="no checkpoints")
     args = parser.parse_args()
     own = Path(os.environ["HOST_DIR"])
@@ -49,7 +50,9 @@ def main() -> None:
         use_compile_cache(args.compile_cache or str(own / "compile-cache"))
         jax.distributed.initialize(heartbeat_timeout_seconds=30)
         let_every_process_write_cache()
-        mesh = jax.make_mesh((2, jax.device_count() // 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+        replicas = 1 if args.peer_copies else 2
+        shape = (replicas, jax.device_count() // replicas)
+        mesh = jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     with log.span("training_prep"):
         shardings = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in SPECS.items()}
         begin = jax.jit(initial, out_shardings=shardings)
@@ -58,7 +61,7 @@ def main() -> None:
             jax.eval_shape(initial),
             shardings,
         )
-        manager = None if args.plain else make_manager(own, args.process, log)
+        manager = None if args.plain else make_manager(own, args.process, log, has_copies=args.peer_copies)
         handle = None
         if manager is not None:
             manager.prepare(_args(abstract, 0))
@@ -78,7 +81,9 @@ def main() -> None:
     with log.span("training_prep"):
         state, step = (restored["state"], restored["data"]["step"]) if restored is not None else (begin(), 0)
         del restored, handle
-    log.emit(ckptkit.Kind.RESUMED, step=step, repeated=None, processes=args.processes, mesh="data=2,fsdp=rest")
+    log.emit(
+        ckptkit.Kind.RESUMED, step=step, repeated=None, processes=args.processes, mesh=f"data={replicas},fsdp=rest"
+    )
     end = None if args.steps is None or args.attempt < args.last_attempt else step + args.steps
     with (own / f"proof-{args.attempt}.jsonl").open("a", buffering=1) as proof:
         while end is None or step < end:
@@ -121,11 +126,12 @@ def step_of(state: dict[str, Any]) -> dict[str, Any]:
     return {"w": w, "moment": moment, "small": small, "key": state["key"], "count": state["count"] + 1}
 
 
-def make_manager(own: Path, process: int, log: ckptkit.EventLog) -> ckptkit.CheckpointManager:
-    """Ramdisk, SSD and durable tier, as the host has them."""
+def make_manager(own: Path, process: int, log: ckptkit.EventLog, *, has_copies: bool) -> ckptkit.CheckpointManager:
+    """Ramdisk, SSD and durable tier, as the host has them; with copies on other hosts if asked for."""
     tiers = [
         ckptkit.Tier.ram(os.environ["RAM"], save=ckptkit.EverySteps(RAM_EVERY)),
         ckptkit.Tier.ssd(str(own / "ssd"), save=ckptkit.EverySteps(SSD_EVERY)),
+        *([ckptkit.Tier.peer()] if has_copies else []),
     ]
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=DURABLE_EVERY, max_to_keep=3, cleanup_tmp_directories=True

@@ -1,4 +1,4 @@
-"""The campaign of lost hosts: its medians, bars and rows, and what it counts as wrong bits. No host is started here."""
+"""The campaign of lost hosts: its medians, bars and rows, what it counts as wrong bits, and the bits of a small one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from bench.hosts import summary, wrong_bits
+from bench.hosts import Job, digests_of, measure, summary, wrong_bits
+from bench.kill_hosts import running_hosts
 from bench.readers import _hosts
-from ckptkit import EventLog, Kind
+from ckptkit import EventLog, Kind, read_events
 from ckptkit.goodput import Phase
+from ckptkit.launch import free_port
 
 
 def row(what: str, ended_s: float, next_step_s: float) -> dict[str, Any]:
@@ -52,3 +54,36 @@ def test_step_done_again_with_other_bits_is_wrong(tmp_path: Path) -> None:
     assert wrong_bits(tmp_path) == 0
     life(0, 1, 0, [[2, "d"]])
     assert wrong_bits(tmp_path) == 1
+
+
+def ran(home: Path, kills: int, until: int) -> tuple[dict[tuple[str, int], set[str]], int]:
+    """The digests of a job of two hosts and a spare that lost so many, and its newest step, `until` or later."""
+    (home / "shared").mkdir(parents=True)
+    with running_hosts(home, 3) as hosts:
+        job = Job(hosts=hosts, port=free_port(""), has_copies=True)
+        try:
+            if kills:
+                measure(job, kills, seed=0, say=print)
+            else:
+                for number in range(3):
+                    job.start(number)
+            job.wait(lambda: (job.status().get("step") or 0) >= until, f"step {until}")
+            reached = job.status()["step"]
+        finally:
+            job.close()
+    return digests_of(home), reached
+
+
+@pytest.mark.long
+def test_spare_goes_on_from_peer_copies_with_the_same_bits(tmp_path: Path) -> None:
+    """A spare would take another share, or an older one, and the job end as another training."""
+    found, reached = ran(tmp_path / "lost", 2, 0)
+    first = [event for log in (tmp_path / "lost").glob("host-*/events/attempt-1-*.jsonl") for event in read_events(log)]
+    sources = [event.fields["sources"] for event in first if event.kind == Kind.RESTORED]
+    assert len(sources) == 2
+    assert [source for source in sources if "peer" in source], sources
+    assert not [source for source in sources if "durable" in source], sources
+    expected, _ = ran(tmp_path / "undisturbed", 0, reached)
+    compared = {key: (found[key], expected[key]) for key in found if key in expected}
+    assert {step for _, step in compared} >= set(range(1, reached))
+    assert [key for key, (left, right) in compared.items() if left != right] == []
