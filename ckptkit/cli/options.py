@@ -50,7 +50,8 @@ class _Seconds(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The seconds, or click's message."""
         found = _TIME.fullmatch(value) if isinstance(value, str) else None
-        return super().convert(float(found[1]) * _TIME_UNITS[found[2]] if found else value, param, ctx)
+        number: Any = value if found is None else float(found[1]) * _TIME_UNITS[found[2]]
+        return super().convert(number, param, ctx)
 
 
 SIZE = Parsed("size", _size_bytes)

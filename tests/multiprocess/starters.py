@@ -1,4 +1,4 @@
-"""The starters of a test job's processes besides our launcher: mpirun, and a one-machine Slurm of the test's own."""
+"""The starters of a test job's processes besides our launcher: mpirun, and a Slurm of the test's own."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ STARTERS = ("mpirun", "srun")
 LIMIT_S = 200.0
 _SLURM_START_S = 60.0
 _NEEDS = {"mpirun": ("mpirun",), "srun": ("srun", "sinfo", "slurmctld", "slurmd")}
+# Debian's Slurm is built for several slurmd on one machine.
+_NODE = "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=1000 State=UNKNOWN"
 # No authentication and no control groups: everything below is one user's, on loopback.
 _SLURM_CONF = """
 ClusterName=one
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={port}
-SlurmdPort={node_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
 CredType=cred/none
 StateSaveLocation={root}/state
-SlurmdSpoolDir={spool}
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd.pid
+SlurmdPidFile={root}/slurmd-%n.pid
 SlurmctldLogFile={root}/slurmctld.log
-SlurmdLogFile={root}/slurmd.log
+SlurmdLogFile={root}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SlurmdParameters=config_overrides
@@ -44,8 +45,8 @@ ReturnToService=2
 FirstJobId={first_job}
 MpiDefault=none
 KillWait=30
-NodeName=localhost NodeAddr=127.0.0.1 CPUs=8 RealMemory=1000 State=UNKNOWN
-PartitionName=all Nodes=localhost Default=YES MaxTime=INFINITE State=UP
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -106,31 +107,33 @@ def _job(words: Sequence[str], env: dict[str, str]) -> Iterator[subprocess.Popen
 
 
 @contextmanager
-def running_slurm(root: Path) -> Iterator[Path]:
-    """A Slurm of this machine alone, for the time of the block; yields its configuration."""
+def running_slurm(root: Path, nodes: Sequence[str] = ("localhost",)) -> Iterator[Path]:
+    """A Slurm whose nodes are all this machine, for the time of the block; yields its configuration."""
     (root / "state").mkdir(parents=True)
     # Sockets are made there: a path of more than 108 bytes would end every batch script without a message.
     spool = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
     conf = root / "slurm.conf"
-    ports = {"port": free_port(), "node_port": free_port()}
+    port = free_port()
+    lines = "\n".join(_NODE.format(name=name, port=free_port()) for name in nodes)
     # JAX makes its coordinator's port of the number of the job: those of two such Slurms at a time have to differ.
-    first_job = 1000 + 16 * (ports["port"] % 1000)
-    conf.write_text(_SLURM_CONF.format(root=root, spool=spool, first_job=first_job, **ports))
+    first_job = 1000 + 16 * (port % 1000)
+    conf.write_text(_SLURM_CONF.format(root=root, spool=spool, first_job=first_job, port=port, nodes=lines))
     env = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
     daemons = []
     try:
         # One after the other: a node that finds no controller waits long before it asks again.
-        for words, ready in (
-            (["slurmctld", "-D"], ("unknown", "idle")),
-            (["slurmd", "-D", "-N", "localhost"], ("idle",)),
+        for name, words, ready in (
+            (nodes[0], ["slurmctld", "-D"], ("unknown", "idle")),
+            *((name, ["slurmd", "-D", "-N", name], ("idle",)) for name in nodes),
         ):
-            with (root / f"{words[0]}.out").open("w") as out:
+            path = root / f"{words[0]}-{name}.out"
+            (Path(spool) / name).mkdir(exist_ok=True)
+            with path.open("w") as out:
                 daemons.append(subprocess.Popen(words, env=env, stdout=out, stderr=out))
             end_s = time.monotonic() + _SLURM_START_S
-            while (said := _sinfo(env).rstrip("*")) not in ready:
-                log = (root / f"{words[0]}.out").read_text()
+            while (said := _state(name, env).rstrip("*")) not in ready:
                 is_up = daemons[-1].poll() is None and time.monotonic() < end_s
-                assert is_up, f"{words[0]} did not come up: {said}\n{log}"
+                assert is_up, f"{words[0]} did not come up: {said}\n{path.read_text()}"
                 time.sleep(0.2)
         yield conf
     finally:
@@ -145,6 +148,6 @@ def running_slurm(root: Path) -> Iterator[Path]:
         shutil.rmtree(spool, ignore_errors=True)
 
 
-def _sinfo(env: dict[str, str]) -> str:
-    asked = subprocess.run(["sinfo", "-h", "-o", "%T"], env=env, capture_output=True, text=True, timeout=60)
+def _state(node: str, env: dict[str, str]) -> str:
+    asked = subprocess.run(["sinfo", "-h", "-n", node, "-o", "%T"], env=env, capture_output=True, text=True, timeout=60)
     return (asked.stdout or asked.stderr).strip()
