@@ -24,8 +24,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from ckptkit.durable.cells.pacing import WritePace, spread_start
+from ckptkit.durable.cells.sharing import Last, Sharing
 from ckptkit.durable.cells.tensorstore_wait import large_objects, small_objects
-from ckptkit.durable.cells.unchanged import Sharing
 from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
 from ckptkit.durable.commit import DiskAttempt, MarkAttempt, make_attempt
 from ckptkit.durable.orbax import files as orbax_files
@@ -89,7 +89,7 @@ class StepWriter:
         self._coordinator = coordinator
         self._profile = profile
         self._pace = pace or WritePace(profile.write_bytes_per_s)
-        self._sharing = Sharing(url)
+        self._sharing = Sharing(url, coordinator.process, coordinator.count)
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 
     @property
@@ -105,12 +105,15 @@ class StepWriter:
         handlers: Mapping[str, str],
         custom_metadata: Any,
         check_epoch: Callable[[], None] = lambda: None,
+        *,
+        last: Last = lambda: None,
     ) -> Callable[[], None]:
         """Writes and commits the step in the directory `name`; returns once it is committed, on every process.
 
         The returned function removes what the attempt needs no more: on process 0, at any time, or never. `handlers`
         are the names of Orbax's handlers by item; `check_epoch` is asked on process 0 right before the commit, and
-        raises where a later run has begun. Cost in a bucket: three listings, five requests for each item of arrays and
+        raises where a later run has begun. Before the first step of a process, `last` names the step whose data
+        files it may use again. Cost in a bucket: three listings, five requests for each item of arrays and
         one for another, the data, and four; one after the other are the data and six. Raises `StepAlreadyExistsError`,
         and `TransientStoreError` where another process could not write its part: the step is not committed then.
         """
@@ -144,7 +147,7 @@ class StepWriter:
                 profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
                 ready = beginning.result if beginning is not None else lambda: None
                 left_out = {key for key in _file_keys(items) if _short(key) in elsewhere[self._coordinator.process]}
-                self._sharing.begin()
+                self._sharing.begin(save_id, last)
                 self._write_at(place, items, profile, ready, finish, left_out)
             except BaseException:
                 for attempt in begun:
@@ -249,7 +252,10 @@ class StepWriter:
                 files = self._side_files(args)
                 puts += [pool.submit(put, f"{item}/{file}", data) for file, data in files.items()]
                 del files  # a manifest and more: it goes with the put
-                self._write_arrays(place, item, args.item, _of_item(profile, args), ready)
+                record = self._write_arrays(place, item, args.item, _of_item(profile, args), ready)
+                if record is not None:
+                    name = paths.unchanged_name(self._coordinator.process)
+                    puts.append(pool.submit(put, f"{item}/{paths.SIDECAR_DIR}/{name}", record))
                 args.on_written()
             ready()
             for each in puts:
@@ -259,7 +265,8 @@ class StepWriter:
 
     def _write_arrays(
         self, place: str, item: str, tree: Any, profile: DurableProfile, ready: Callable[[], None]
-    ) -> None:
+    ) -> bytes | None:
+        """Returns the record of the files that the next step may take over; None where there are none."""
         process, count, directory = self._coordinator.process, self._coordinator.count, f"{place}/{item}"
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         part = directory if count == 1 else process_directory(directory, process)
@@ -270,7 +277,8 @@ class StepWriter:
             for keypath, leaf in leaves
             if isinstance(leaf, HostShards) or (process == 0 and not isinstance(leaf, str))
         ]
-        plan = self._sharing.take_over(item, [record for record, _ in own], part, profile, ready)
+        below = part.removeprefix(place)
+        plan = self._sharing.take_over(item, [record for record, _ in own], place, below, profile, ready)
         taken = plan.taken_leaves
         apart = [(record, blocks) for record, blocks in own if record.name in plan.apart]
         rest = [(record, () if record.name in taken | plan.apart else blocks) for record, blocks in own]
@@ -287,7 +295,7 @@ class StepWriter:
         except Exception:
             cells.give_up()
             raise
-        self._sharing.wrote(item, part.removeprefix(place), plan, group)
+        return self._sharing.wrote(item, below, plan, group)
 
     @collection_paused()
     def _side_files(self, args: Any) -> dict[str, bytes]:

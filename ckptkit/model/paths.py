@@ -3,6 +3,7 @@
 ```
 <tier root>/<job>/<host id>/<local rank>/lock, slot-<k>.bin, <manifests>, newest.json   fast tiers
 <durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
+<durable root>/<step>/<item>/_ckptkit/unchanged-<i>.json                          data files for the next step
 <durable root>/<step>/<item>/_ckptkit/sha256-<i>.json                             the same, in a signed step
 <durable root>/<step>/ckptkit.sig                                                 its signature
 <durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
@@ -122,6 +123,11 @@ def process_of_sidecar(name: str) -> int | None:
     """The process of a sidecar's file name; None for any other name."""
     match = _SIDECAR.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def unchanged_name(process: int) -> str:
+    """The file name, next to a sidecar, of the record of the data files that the next step may take over."""
+    return f"unchanged-{process}.json"
 
 
 def signed_record_name(process: int) -> str:
