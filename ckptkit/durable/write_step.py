@@ -33,6 +33,7 @@ from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
 from ckptkit.durable.orbax.manager import METRICS_ITEM
 from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, strings_text
+from ckptkit.durable.sidecars import join_sidecars
 from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model import paths
@@ -327,15 +328,28 @@ class StepWriter:
         """Joins the parts, and marks each item and the step as complete; the step is not committed yet."""
         store = self._small(place)
         trees = [item for item, args in items.items() if isinstance(args, HostTreeSave)]
-        if self._coordinator.count > 1:
-            for item in trees:
-                merge_processes(f"{place}/{item}", self._coordinator.count, _of_item(self._profile, items[item]))
-                if store.properties.file_system:  # the names that the merge has made
-                    for directory in (f"{place}/{item}/d", f"{place}/{item}"):
-                        _sync(directory)
+        puts = [_item_mark(item, place) for item in trees]
+        for item in trees if self._coordinator.count > 1 else ():
+            profile = _of_item(self._profile, items[item])
+            acts = [partial(merge_processes, f"{place}/{item}", self._coordinator.count, profile)]
+            if items[item].sidecar is not None:
+                acts.append(partial(self._join_sidecars, place, item, profile))
+            all_of(place, acts)
+            if store.properties.file_system:  # the names that the merge has made
+                for directory in (f"{place}/{item}/d", f"{place}/{item}"):
+                    _sync(directory)
         text = orbax_files.step_text(handlers, init_ns, time.time_ns(), custom_metadata)
-        puts = [*(_item_mark(item, place) for item in trees), (paths.STEP_METADATA, text.encode())]
+        puts.append((paths.STEP_METADATA, text.encode()))
         all_of(place, [*(partial(_put, store, *each) for each in puts), check_epoch])
+
+    def _join_sidecars(self, place: str, item: str, profile: DurableProfile) -> None:
+        """Puts the joined record of an item's sidecars, unless they are too large. Cost: a small read for each."""
+        names = [paths.sidecar_name(process) for process in range(self._coordinator.count)]
+        read = self._small(place).get
+        with ThreadPoolExecutor(profile.read_concurrency, thread_name_prefix="ckptkit-join") as pool:
+            joined = join_sidecars(pool.map(read, [f"{item}/{paths.SIDECAR_DIR}/{name}" for name in names]))
+        if joined is not None:
+            _put(large_objects(place, profile, len(joined)), f"{item}/{paths.JOINED_SIDECARS}", joined)
 
 
 def _item_mark(item: str, place: str) -> tuple[str, bytes]:
