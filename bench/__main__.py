@@ -7,7 +7,7 @@ protocol alone, judged by an oracle), `gather` (the exchange of a large job's pr
 intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within a memory
 budget), `exporters` (the cost of live metrics and traces), `gpu` (staging strategies on accelerators), `herd` (a
 thousand hosts that restore from a bucket at once), `hosts` (a spare takes the place of a lost host), `inspect` (100,000
-leaves), `unchanged` (an adapter on a frozen base). `all`
+leaves), `leaf` (one replicated leaf, written by all of its holders), `unchanged` (an adapter on a frozen base). `all`
 runs everything but `exporters`, `gpu` and `herd`, and renders `bench/REPORT.md`, `report` again.
 """
 
@@ -41,6 +41,7 @@ from bench.herd import main as herd
 from bench.hosts import main as hosts
 from bench.inspect import main as inspect
 from bench.kill import main as kill
+from bench.leaf import main as leaf
 from bench.policy import main as policy
 from bench.proof import main as proof
 from bench.render import main as render
@@ -67,6 +68,7 @@ _CAMPAIGNS = {
     "hosts": hosts,
     "inspect": inspect,
     "kill": kill,
+    "leaf": leaf,
     "policy": policy,
     "proof": proof,
     "simulate": simulate,
