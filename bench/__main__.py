@@ -15,6 +15,7 @@ Others have options of their own:
 - `simulate`: how long a simulation takes
 - `convert`: conversions within a memory budget
 - `inspect`: a look at 100,000 leaves
+- `leaf`: one replicated leaf, written by all of its holders
 - `unchanged`: an adapter on a frozen base
 - `exporters`: the cost of live metrics and traces
 - `gpu`: staging strategies on accelerators
@@ -52,6 +53,7 @@ from bench.herd import main as herd
 from bench.hosts import main as hosts
 from bench.inspect import main as inspect
 from bench.kill import main as kill
+from bench.leaf import main as leaf
 from bench.policy import main as policy
 from bench.proof import main as proof
 from bench.render import main as render
@@ -78,6 +80,7 @@ _CAMPAIGNS = {
     "hosts": hosts,
     "inspect": inspect,
     "kill": kill,
+    "leaf": leaf,
     "policy": policy,
     "proof": proof,
     "simulate": simulate,

@@ -4,7 +4,9 @@ A simulation in virtual time: no bytes move. Each host has reads to do, so many 
 many requests a second. A request beyond that gets 429 and waits as TensorStore waits: `initial_delay` doubled at each
 try, plus a random part of it, at most `max_delay` (tensorstore/internal/retry.cc). After the last try the host's
 restore has failed, and its supervisor starts it again. `DurableProfile` itself computes
-how much a host may have in flight and when it starts.
+how much a host may have in flight and when it starts. The reads of a host are those of its cells, and
+those of the sidecars of one item: with the joined record a listing and two reads; without it, as in older steps, a
+listing and the sidecar of each host.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from bench.environment import environment, store_result
 from ckptkit.durable.cells.writer import RETRIES
 from ckptkit.model.durable_profile import DurableProfile
 
+_JOINED_READS = 3  # a listing, the sidecar of process 0, the joined record
 _RESTART_S = 10.0  # from a failed restore to the next: a supervisor, imports
 _REFUSED_S = 0.03  # a round trip
 
@@ -148,7 +151,9 @@ def _seconds(text: Any) -> float:
 
 @click.command()
 @click.option("--hosts", type=click.IntRange(min=2), default=1000, show_default=True)
-@click.option("--reads", type=click.IntRange(min=1), default=64, show_default=True, help="Requests of each host.")
+@click.option(
+    "--reads", type=click.IntRange(min=1), default=64, show_default=True, help="Requests for cells of each host."
+)
 @click.option("--rate", type=float, default=5000.0, show_default=True, help="Requests a second that the bucket serves.")
 @click.option("--served-s", type=float, default=0.1, show_default=True, help="Time of one served request.")
 @click.option("--job-reads", type=int, default=500, show_default=True, help="job_read_concurrency, where it is set.")
@@ -164,14 +169,18 @@ def main(
         f"job_read_concurrency={job_reads}": (DurableProfile(job_read_concurrency=job_reads), False),
         "both": (DurableProfile(job_read_concurrency=job_reads), True),
     }
-    found = {
-        name: simulate(profile, hosts=hosts, reads=reads, rate=rate, served_s=served_s, spread=spread, seed=seed)
-        for name, (profile, spread) in cases.items()
-    }
-    print(
-        f"{hosts} hosts, {reads} reads each, {rate:g} requests/s: at least {hosts * reads / rate:.1f} s (seed {seed})"
-    )
-    for name, herd in found.items():
-        print(f"{name}: " + ", ".join(f"{field} {value}" for field, value in asdict(herd).items()))
-    result = {"benchmark": "herd", "environment": environment(), "hosts": hosts, "reads": reads, "rate": rate}
-    store_result({**result, "seed": seed, "cases": {name: asdict(herd) for name, herd in found.items()}}, json_path)
+    result: dict[str, Any] = {"benchmark": "herd", "environment": environment(), "hosts": hosts, "reads": reads}
+    result |= {"rate": rate, "served_s": served_s, "seed": seed, "sidecars": {}}
+    for kind, records, limits in (("joined", _JOINED_READS, list(cases)), ("one by one", hosts + 1, ["both"])):
+        each = reads + records
+        print(f"sidecars {kind}: {hosts} hosts, {each} requests each, {rate:g}/s: at least {hosts * each / rate:.1f} s")
+        found = {
+            name: simulate(
+                cases[name][0], hosts=hosts, reads=each, rate=rate, served_s=served_s, spread=cases[name][1], seed=seed
+            )
+            for name in limits
+        }
+        for name, herd in found.items():
+            print(f"  {name}: " + ", ".join(f"{field} {value}" for field, value in asdict(herd).items()))
+        result["sidecars"][kind] = {"requests_of_each": each, **{name: asdict(herd) for name, herd in found.items()}}
+    store_result(result, json_path)

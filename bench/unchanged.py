@@ -29,7 +29,7 @@ import ckptkit
 from bench.environment import environment, store_result
 from bench.measure import cpu_s
 from ckptkit import DurableProfile
-from ckptkit.durable.cells.unchanged import Sharing
+from ckptkit.durable.cells.sharing import Sharing
 from ckptkit.testing.bucket import BucketServer
 
 _LEAVES = 30

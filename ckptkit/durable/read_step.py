@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,6 @@ from ckptkit.durable.cells.pacing import Pace, spread_start
 from ckptkit.durable.cells.range_reader import PlacedRanges
 from ckptkit.durable.cells.reader import CellReader, Wanted
 from ckptkit.durable.cells.tensorstore_wait import (
-    UNREACHABLE,
     awaited,
     large_objects,
     small_objects,
@@ -37,12 +35,13 @@ from ckptkit.durable.sidecars import (
     require_custom,
     several_saves,
     sidecars_among,
+    split_sidecars,
     under_name,
     wrong_step,
 )
 from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.signed_files import signed_files
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError, UntrustedStepError
+from ckptkit.errors import CorruptCheckpointError, UntrustedStepError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.cells import Proves, copy_proven, prove_all
@@ -52,21 +51,10 @@ from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, ManifestDept
 from ckptkit.model.paths import ARRAY_METADATAS, COMMIT_MARK, STEP_METADATA
 from ckptkit.store import Store, all_of
 from ckptkit.store.base import checked_key
-from ckptkit.store.refused import is_refusal
 from ckptkit.util.gc_pause import collection_paused
 
 READ_THREADS = 8
-_DAMAGED = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION", "Error decoding", "Truncated")
-_TRANSIENT_ERRNOS = (
-    errno.EAGAIN,
-    errno.EINTR,
-    errno.EIO,  # of a network mount
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.ENETUNREACH,
-    errno.ENETRESET,
-    errno.EHOSTUNREACH,
-)
+_JOINED_BYTES = 64 << 20  # of a joined record of a large job: it may take as long as so much
 
 
 def identity_metadata(save_id: SaveId) -> dict[str, Any]:
@@ -79,30 +67,6 @@ def without_identity(metadata: Any) -> Any:
     if not isinstance(metadata, dict):
         return metadata
     return {name: value for name, value in metadata.items() if name != paths.SAVE_ID_FIELD}
-
-
-def is_damage(error: Exception) -> bool:
-    """Whether an error of stock Orbax in a restore means that the step is damaged, not that access was refused."""
-    if isinstance(error, FileNotFoundError | json.JSONDecodeError | KeyError):
-        return True
-    text = str(error)
-    return any(word in text for word in _DAMAGED) and not (
-        is_refusal(text) or any(word in text for word in UNREACHABLE)
-    )
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether a failed write may succeed when it is tried again: the store did not answer, throttled or hung up."""
-    if isinstance(error, TransientStoreError | ConnectionError):
-        return True
-    if isinstance(error, CheckpointError):
-        return False
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _TRANSIENT_ERRNOS
-    status = getattr(error, "code", getattr(error, "status", None))
-    if isinstance(status, int):
-        return status in (408, 429) or 500 <= status < 600
-    return isinstance(error, TimeoutError) or any(word in str(error) for word in UNREACHABLE)
 
 
 class DurableReader:
@@ -161,24 +125,25 @@ class DurableReader:
         except Exception as error:  # noqa: BLE001  raised to whoever asks
             self._ahead.set_exception(error)
 
-    def manifests(self, *, to_read: bool = False) -> list[Manifest]:
+    def manifests(self, *, to_read: bool = False, joined: bool = True) -> list[Manifest]:
         """The sidecars of every process, all items; empty for a step that stock Orbax wrote. Before cells are read
-        (`to_read`), their places are looked up at the same time.
+        (`to_read`), their places are looked up at the same time. Without `joined` each sidecar's own file is read.
 
-        Cost in a bucket: three round trips. Raises `CorruptCheckpointError` where one is damaged, or a process's
+        Cost in a bucket: three round trips; for an item of several processes a listing and two reads, and without a
+        joined record a read for each process. Raises `CorruptCheckpointError` where one is damaged, or a process's
         sidecar is missing, or all of an item's; `UntrustedStepError` where the step is not what was signed.
         """
         ahead, self._ahead = self._ahead, None
-        return self._manifests(None, to_read) if ahead is None else ahead.result()
+        return self._manifests(None, to_read, joined) if ahead is None else ahead.result()
 
-    def _manifests(self, names: Sequence[str] | None, to_read: bool) -> list[Manifest]:
+    def _manifests(self, names: Sequence[str] | None, to_read: bool, joined: bool = True) -> list[Manifest]:
         if to_read:
             spread_start(self._profile, self._url)
         if self._trusted is not None:
             return self._signed(self._trusted, to_read)
         items = self.item_names() if names is None else _directories(names)
         listed = dict(
-            zip(items, all_of(self._url, [partial(self._listed, item, to_read) for item in items]), strict=True)
+            zip(items, all_of(self._url, [partial(self._listed, item, to_read, joined) for item in items]), strict=True)
         )
         self.without_sidecars = tuple(item for item, sidecars in listed.items() if not sidecars)
         self._require_sidecars(self.without_sidecars)
@@ -225,22 +190,39 @@ class DurableReader:
     def _untrusted(self, why: str) -> UntrustedStepError:
         return UntrustedStepError(f"{self._url} {why}", step=self._step, path=self._url)
 
-    def _listed(self, item: str, to_read: bool) -> dict[int, Manifest | None]:
-        """The processes that have a sidecar of the item. Most items have one, which is read while they are listed."""
+    def _listed(self, item: str, to_read: bool, joined: bool) -> dict[int, Manifest | None]:
+        """The processes that have a sidecar of the item, which is read while they are listed if there is only one. Of
+        several, all are read at once where they are `joined`."""
 
-        def listed() -> list[int]:
-            processes = sidecars_among(self._store.list(f"{item}/{paths.SIDECAR_DIR}"))
-            if processes and to_read and self._ranges is not None:
+        def listed() -> list[str]:
+            names = self._store.list(f"{item}/{paths.SIDECAR_DIR}")
+            if sidecars_among(names) and to_read and self._ranges is not None:
                 self._ranges.open(item)
-            return processes
+            return names
 
         def read() -> Manifest | None:
             with suppress(FileNotFoundError):
                 return self._sidecar(item, 0)
             return None
 
-        processes, first = all_of(self._url, [listed, read])
+        names, first = all_of(self._url, [listed, read])
+        processes = sidecars_among(names)
+        if joined and first is not None and paths.JOINED_SIDECARS.rpartition("/")[2] in names:
+            found = self._joined(item, first)
+            if processes == sorted(found):
+                return dict(found)
         return {process: None if process else first for process in processes}
+
+    def _joined(self, item: str, first: Manifest) -> dict[int, Manifest]:
+        """The sidecars of the save of `first`, the sidecar of process 0, by process; empty where the joined record is
+        damaged, or of another save."""
+        where = f"{item}/{paths.JOINED_SIDECARS}"
+        with suppress(FileNotFoundError, ValueError, CorruptCheckpointError):
+            texts = split_sidecars(large_objects(self._url, self._profile, _JOINED_BYTES).get(where))
+            found = {n: self._parsed(text, item, f"{where}, process {n}") for n, text in enumerate(texts)}
+            if all((each.save_id, each.writer.process) == (first.save_id, n) for n, each in found.items()):
+                return found
+        return {}
 
     def _of_one_step(self, found: Mapping[str, Mapping[int, Manifest]]) -> list[Manifest]:
         """The sidecars of all items, if they are all that one save has."""
@@ -399,7 +381,9 @@ class DurableReader:
 
     def _sidecar(self, item: str, process: int, extent: ManifestDepth = "all") -> Manifest:
         where = f"{item}/{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"
-        data = self._store.get(where)
+        return self._parsed(self._store.get(where), item, where, extent)
+
+    def _parsed(self, data: bytes, item: str, where: str, extent: ManifestDepth = "all") -> Manifest:
         with collection_paused():  # records of every leaf, which stay
             manifest = Manifest.from_bytes(data, path=f"{self._url}/{where}", extent=extent)
         if self._step is not None and (why := wrong_step(f"{self._url}/{item}", manifest.save_id, self._step)):

@@ -156,12 +156,7 @@ class DurableSteps:
     def reader(self, step: int, proves: Proves = prove_all, trusted: TrustedKey | None = None) -> DurableReader:
         """A reader of one step, which proves the cells that `proves` chooses; with `trusted` all, as they were
         signed."""
-        try:
-            path = self.stock.path(step)
-        except ValueError:  # a name format of the caller's, and no step of any of its names
-            path = self.directory / self._options.step_name_format.build_name(step)  # pyright: ignore[reportOptionalMemberAccess]
-        url = str(path).replace("gs:/", "gs://") if "gs://" not in str(path) else str(path)
-        pace = self._read_pace
+        url, pace = self._step_url(step), self._read_pace
         return DurableReader(url, step=step, proves=proves, profile=self.profile, trusted=trusted, pace=pace)
 
     def save_id(self, step: int) -> SaveId | None:
@@ -246,7 +241,8 @@ class DurableSteps:
             items = {**items, METRICS_ITEM: ocp.args.JsonSave(metrics)}  # pyright: ignore[reportCallIssue]
         handlers = {name: handler_name(item) for name, item in items.items()}
         try:
-            tidy = self._step_writer.write(self.stock.name(step), save_id, items, handlers, custom, check_epoch)
+            name = self.stock.name(step)
+            tidy = self._step_writer.write(name, save_id, items, handlers, custom, check_epoch, last=self._newest)
             self.shared = self._step_writer.shared
             forget_listings(self.url)  # of before the commit: Orbax's reads go by them
             self._identities[step] = save_id
@@ -255,6 +251,18 @@ class DurableSteps:
         except BaseException:
             self._views.look_again(self.stock.orbax, self.stock.look_again)  # the step may be there all the same
             raise
+
+    def _newest(self) -> tuple[int, str] | None:
+        """The newest step that is known here, and its directory; None without steps. It may have been deleted since."""
+        steps = self.stock.orbax.all_steps()
+        return (max(steps), self._step_url(max(steps))) if steps else None
+
+    def _step_url(self, step: int) -> str:
+        try:
+            path = self.stock.path(step)
+        except ValueError:  # a name format of the caller's, and no step of any of its names
+            path = self.directory / self._options.step_name_format.build_name(step)  # pyright: ignore[reportOptionalMemberAccess]
+        return str(path).replace("gs:/", "gs://") if "gs://" not in str(path) else str(path)
 
     def _clean_left(self, save_id: SaveId) -> None:
         """Once in each epoch, on process 0. Leftovers that cannot be removed do not fail a save: they are reported, and

@@ -24,8 +24,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from ckptkit.durable.cells.pacing import Pace, spread_start
+from ckptkit.durable.cells.sharing import Last, Sharing
 from ckptkit.durable.cells.tensorstore_wait import large_objects, small_objects
-from ckptkit.durable.cells.unchanged import Sharing
 from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
 from ckptkit.durable.commit import DiskAttempt, MarkAttempt, make_attempt
 from ckptkit.durable.orbax import files as orbax_files
@@ -33,6 +33,7 @@ from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
 from ckptkit.durable.orbax.manager import METRICS_ITEM
 from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, strings_text
+from ckptkit.durable.sidecars import join_sidecars
 from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model import paths
@@ -89,7 +90,7 @@ class StepWriter:
         self._coordinator = coordinator
         self._profile = profile
         self._pace = pace or Pace(profile.write_bytes_per_s)
-        self._sharing = Sharing(url)
+        self._sharing = Sharing(url, coordinator.process, coordinator.count)
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 
     @property
@@ -105,12 +106,15 @@ class StepWriter:
         handlers: Mapping[str, str],
         custom_metadata: Any,
         check_epoch: Callable[[], None] = lambda: None,
+        *,
+        last: Last = lambda: None,
     ) -> Callable[[], None]:
         """Writes and commits the step in the directory `name`; returns once it is committed, on every process.
 
         The returned function removes what the attempt needs no more: on process 0, at any time, or never. `handlers`
         are the names of Orbax's handlers by item; `check_epoch` is asked on process 0 right before the commit, and
-        raises where a later run has begun. Cost in a bucket: three listings, five requests for each item of arrays and
+        raises where a later run has begun. Before the first step of a process, `last` names the step whose data
+        files it may use again. Cost in a bucket: three listings, five requests for each item of arrays and
         one for another, the data, and four; one after the other are the data and six. Raises `StepAlreadyExistsError`,
         and `TransientStoreError` where another process could not write its part: the step is not committed then.
         """
@@ -144,7 +148,7 @@ class StepWriter:
                 profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
                 ready = beginning.result if beginning is not None else lambda: None
                 left_out = {key for key in _file_keys(items) if _short(key) in elsewhere[self._coordinator.process]}
-                self._sharing.begin()
+                self._sharing.begin(save_id, last)
                 self._write_at(place, items, profile, ready, finish, left_out)
             except BaseException:
                 for attempt in begun:
@@ -249,7 +253,10 @@ class StepWriter:
                 files = self._side_files(args)
                 puts += [pool.submit(put, f"{item}/{file}", data) for file, data in files.items()]
                 del files  # a manifest and more: it goes with the put
-                self._write_arrays(place, item, args.item, _of_item(profile, args), ready)
+                record = self._write_arrays(place, item, args.item, _of_item(profile, args), ready)
+                if record is not None:
+                    name = paths.unchanged_name(self._coordinator.process)
+                    puts.append(pool.submit(put, f"{item}/{paths.SIDECAR_DIR}/{name}", record))
                 args.on_written()
             ready()
             for each in puts:
@@ -259,7 +266,8 @@ class StepWriter:
 
     def _write_arrays(
         self, place: str, item: str, tree: Any, profile: DurableProfile, ready: Callable[[], None]
-    ) -> None:
+    ) -> bytes | None:
+        """Returns the record of the files that the next step may take over; None where there are none."""
         process, count, directory = self._coordinator.process, self._coordinator.count, f"{place}/{item}"
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         part = directory if count == 1 else process_directory(directory, process)
@@ -270,7 +278,8 @@ class StepWriter:
             for keypath, leaf in leaves
             if isinstance(leaf, HostShards) or (process == 0 and not isinstance(leaf, str))
         ]
-        plan = self._sharing.take_over(item, [record for record, _ in own], part, profile, ready)
+        below = part.removeprefix(place)
+        plan = self._sharing.take_over(item, [record for record, _ in own], place, below, profile, ready)
         taken = plan.taken_leaves
         apart = [(record, blocks) for record, blocks in own if record.name in plan.apart]
         rest = [(record, () if record.name in taken | plan.apart else blocks) for record, blocks in own]
@@ -287,7 +296,7 @@ class StepWriter:
         except Exception:
             cells.give_up()
             raise
-        self._sharing.wrote(item, part.removeprefix(place), plan, group)
+        return self._sharing.wrote(item, below, plan, group)
 
     @collection_paused()
     def _side_files(self, args: Any) -> dict[str, bytes]:
@@ -319,15 +328,28 @@ class StepWriter:
         """Joins the parts, and marks each item and the step as complete; the step is not committed yet."""
         store = self._small(place)
         trees = [item for item, args in items.items() if isinstance(args, HostTreeSave)]
-        if self._coordinator.count > 1:
-            for item in trees:
-                merge_processes(f"{place}/{item}", self._coordinator.count, _of_item(self._profile, items[item]))
-                if store.properties.file_system:  # the names that the merge has made
-                    for directory in (f"{place}/{item}/d", f"{place}/{item}"):
-                        _sync(directory)
+        puts = [_item_mark(item, place) for item in trees]
+        for item in trees if self._coordinator.count > 1 else ():
+            profile = _of_item(self._profile, items[item])
+            acts = [partial(merge_processes, f"{place}/{item}", self._coordinator.count, profile)]
+            if items[item].sidecar is not None:
+                acts.append(partial(self._join_sidecars, place, item, profile))
+            all_of(place, acts)
+            if store.properties.file_system:  # the names that the merge has made
+                for directory in (f"{place}/{item}/d", f"{place}/{item}"):
+                    _sync(directory)
         text = orbax_files.step_text(handlers, init_ns, time.time_ns(), custom_metadata)
-        puts = [*(_item_mark(item, place) for item in trees), (paths.STEP_METADATA, text.encode())]
+        puts.append((paths.STEP_METADATA, text.encode()))
         all_of(place, [*(partial(_put, store, *each) for each in puts), check_epoch])
+
+    def _join_sidecars(self, place: str, item: str, profile: DurableProfile) -> None:
+        """Puts the joined record of an item's sidecars, unless they are too large. Cost: a small read for each."""
+        names = [paths.sidecar_name(process) for process in range(self._coordinator.count)]
+        read = self._small(place).get
+        with ThreadPoolExecutor(profile.read_concurrency, thread_name_prefix="ckptkit-join") as pool:
+            joined = join_sidecars(pool.map(read, [f"{item}/{paths.SIDECAR_DIR}/{name}" for name in names]))
+        if joined is not None:
+            _put(large_objects(place, profile, len(joined)), f"{item}/{paths.JOINED_SIDECARS}", joined)
 
 
 def _item_mark(item: str, place: str) -> tuple[str, bytes]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckptkit.durable.sidecars import (
     missing_items,
     of_one_save,
     sidecars_among,
+    split_sidecars,
     under_name,
 )
 from ckptkit.errors import CorruptCheckpointError, StoreError
@@ -132,6 +134,23 @@ def own_sidecars(item: Place, *, extent: ManifestDepth = "all") -> dict[int, Man
     Cost: a read of each. Raises `CorruptCheckpointError` for a damaged one.
     """
     return of_one_save(read_sidecars(item, sidecar_processes(item), extent=extent), partial(marked_above, item))
+
+
+def joined_problems(item: Place, sidecars: Sequence[Manifest]) -> list[str]:
+    """Why restores cannot use the joined record of an item with these `sidecars`; empty if they can, or it has none.
+
+    Cost: a read of the record.
+    """
+    directory, _, name = paths.JOINED_SIDECARS.rpartition("/")
+    data = item.below(directory).read(name) if f"{directory}/" in item.names() else None
+    where = f"{item.url}/{paths.JOINED_SIDECARS}"
+    found = list[Manifest]()
+    with suppress(ValueError, CorruptCheckpointError):
+        found = [Manifest.from_bytes(text, path=where, extent="head") for text in split_sidecars(data or b"")]
+    described = [[(each.save_id, each.writer.process) for each in some] for some in (found, sidecars)]
+    if data is None or described[0] == described[1]:
+        return []
+    return [f"{where} is damaged, or of another save: each process of a restore reads every sidecar"]
 
 
 def marked_above(item: Place) -> SaveId | None:

@@ -3,6 +3,8 @@
 ```
 <tier root>/<job>/<host id>/<local rank>/lock, slot-<k>.bin, <manifests>, newest.json   fast tiers
 <durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
+<durable root>/<step>/<item>/_ckptkit/joined.jsonl.z                              the sidecars of all processes
+<durable root>/<step>/<item>/_ckptkit/unchanged-<i>.json                          data files for the next step
 <durable root>/<step>/<item>/_ckptkit/sha256-<i>.json                             the same, in a signed step
 <durable root>/<step>/ckptkit.sig                                                 its signature
 <durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
@@ -25,6 +27,7 @@ LOCK_NAME = "lock"
 HANDLER_PREFIX = ".item-"  # of directories into which a handler writes an item, among the slots or in memory
 NEWEST_NAME = "newest.json"  # next to the manifests: which of them was committed last
 SIDECAR_DIR = "_ckptkit"
+JOINED_SIDECARS = f"{SIDECAR_DIR}/joined.jsonl.z"  # in an item that several processes have written
 SIDECAR_SIGN = "ckptkit_sidecars"  # in an item's `array_metadatas`: it has sidecars, and one without has lost them
 SIGNATURE = "ckptkit.sig"  # in a signed step, or in a tree that was saved by itself
 SAVE_ID_FIELD = "ckptkit_save_id"  # in the custom metadata of a step without arrays, which has no sidecar
@@ -122,6 +125,11 @@ def process_of_sidecar(name: str) -> int | None:
     """The process of a sidecar's file name; None for any other name."""
     match = _SIDECAR.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def unchanged_name(process: int) -> str:
+    """The file name, next to a sidecar, of the record of the data files that the next step may take over."""
+    return f"unchanged-{process}.json"
 
 
 def signed_record_name(process: int) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from ckptkit.durable.failures import is_damage
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.orbax.partial import elsewhere, read_item, read_leaves
 from ckptkit.durable.orbax.v1 import NEWER_HANDLER
-from ckptkit.durable.read_step import is_damage
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError
 from ckptkit.inspection.arrays import read_arrays

@@ -32,7 +32,14 @@ from ckptkit.inspection.directories import (
     step_items,
 )
 from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.shares import items_missing, leaf_of_record, own_sidecars, sidecar_processes, sidecars_lost
+from ckptkit.inspection.shares import (
+    items_missing,
+    joined_problems,
+    leaf_of_record,
+    own_sidecars,
+    sidecar_processes,
+    sidecars_lost,
+)
 from ckptkit.inspection.sharing import shared_files, steps_words
 from ckptkit.model.boxes import Box
 from ckptkit.model.cells import digested_cells
@@ -186,6 +193,7 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
     for item in readable_items:
         if (manifests := sidecars.get(item.name)) is not None:
             checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, manifests)
+            stock.notes.extend(joined_problems(item, manifests))
             _said(findings, item.url, partial(_check_structure, item, manifests, timeout_s, findings))
         elif item.name in as_files and first is not None:
             for manifest in with_file_leaves(next(iter(sidecars.values()))):

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.durable.cells import unchanged
+from ckptkit.durable.cells import sharing
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
 from tests.durable.stock import restored_alone
@@ -47,8 +47,8 @@ def test_bucket_step_is_written_where_an_object_of_the_last_step_is_missing(
     """A save fails because the newest step was deleted, or leaves objects that no tree names."""
     profile = ckptkit.DurableProfile(data_file_bytes=1 << 19, in_flight_bytes=1 << 20)
     store, taken = open_store("gs://runs/run"), list[bool]()
-    take_over = unchanged.take_over
-    monkeypatch.setattr(unchanged, "take_over", lambda *args: taken.append(take_over(*args)) or taken[-1])
+    take_over = sharing.take_over
+    monkeypatch.setattr(sharing, "take_over", lambda *args: taken.append(take_over(*args)) or taken[-1])
     with ckptkit.CheckpointManager("gs://runs/run", durable=profile) as manager:
         for step in range(3):
             _save(manager, step, _state(step))

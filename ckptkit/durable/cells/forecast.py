@@ -90,6 +90,7 @@ class _Item:
     databases: int  # one for each process that writes
     pieces: int
     data_files: int
+    records: int  # of the data files that the next step may take over
     stored_bytes: int
     small_bytes: int
     peak_bytes: int
@@ -110,6 +111,7 @@ class _Item:
             databases=len(writes),
             pieces=sum(each.pieces for each in writes),
             data_files=sum(each.data_files for each in writes) + sum(each.files_of_cells for each in groups),
+            records=len(groups),
             stored_bytes=sum(each.stored_bytes for each in writes),
             small_bytes=_LEAF_BYTES * len(leaves) + _CELL_BYTES * sum(each.cells for each in writes + groups),
             peak_bytes=max(peaks, default=0) + _LEAF_MEMORY_BYTES * len(leaves),
@@ -119,7 +121,7 @@ class _Item:
     def files(self, processes: int) -> int:
         """Files of the item."""
         joined = self.databases + 1 if processes > 1 else 0  # each process's manifest, and the tree that joins them
-        return _ITEM_FILES + _PROCESS_FILES * processes + self.data_files + joined
+        return _ITEM_FILES + _PROCESS_FILES * processes + self.data_files + self.records + joined
 
 
 _Share = list[tuple[LeafRecord, list[Box]]]  # what one process writes of an item

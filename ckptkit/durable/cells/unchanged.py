@@ -8,10 +8,11 @@ Orbax directory that needs no other. The reasons and the limits are in docs/deci
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Final, final
 
 import numpy as np
@@ -31,6 +32,7 @@ from ckptkit.store.mounts import file_system_of
 LEAF_BYTES_MIN = 64 << 10  # a smaller leaf is written with the rest: it saves nothing and costs a key range
 GROUP_BYTES_MIN = 1 << 20  # for less, a data file of its own takes longer than the write
 NODES = "n/"  # the trees of pieces and groups are in memory: only the item's, which joins them, is in the storage
+_DATA = "d"  # the directory of a database that has its data files
 _GROUPS_MAX = 8  # in one step: each costs a request or a link for each data file
 _LIVE_SHARE_MIN = 0.75  # of a group's bytes: with less, too many bytes of changed leaves are kept
 
@@ -107,14 +109,20 @@ def group_of(trees: Sequence[PieceTree], leaves: Mapping[str, int]) -> FileGroup
 class UnchangedLeaves:
     """The memory of one process about its part of one item, from one committed step to the next. One thread."""
 
-    def __init__(self) -> None:
-        self._signatures: Mapping[str, str] = {}
-        self._groups: tuple[FileGroup, ...] = ()
-        self.directory: str | None = None  # of the database of the last committed step
+    def __init__(
+        self,
+        signatures: Mapping[str, str] = MappingProxyType({}),
+        groups: tuple[FileGroup, ...] = (),
+        directory: str | None = None,
+    ) -> None:
+        """`signatures` of the leaves in the last committed step, its `groups`, and the directory of its database."""
+        self._signatures, self._groups, self.directory = signatures, groups, directory
 
     def plan(self, leaves: Iterable[LeafRecord], profile: DurableProfile) -> SharingPlan:
         """The leaves that the next step may share with the last one. Cost: a digest of each leaf's digests."""
-        own = {leaf.name: (sign, leaf.held_bytes) for leaf in leaves if (sign := _signature(leaf, profile)) is not None}
+        own = {
+            leaf.name: (sign, leaf.held_bytes) for leaf in leaves if (sign := signature_of(leaf, profile)) is not None
+        }
         signatures = {name: sign for name, (sign, _) in own.items()}
         if profile.shared_steps_max == 1:
             return SharingPlan(taken=(), apart=frozenset(), signatures=signatures)
@@ -133,61 +141,14 @@ class UnchangedLeaves:
 
     def committed(self, directory: str, plan: SharingPlan, written: FileGroup | None) -> None:
         """The step whose database is in `directory` was committed by this plan; `written` has its leaves `apart`."""
-        taken = tuple(replace(group, steps=group.steps + 1) for group in plan.taken)
-        self._groups = taken if written is None else (*taken, written)
+        self._groups = groups_of(plan, written)
         self._signatures, self.directory = plan.signatures, directory
 
 
-@final
-class Sharing:
-    """The files that the steps of one root share, on one process: `UnchangedLeaves` of each item. One thread."""
-
-    def __init__(self, root: str):
-        self._root = root
-        self._items: dict[str, UnchangedLeaves] = {}
-        self._wrote: dict[str, tuple[str, SharingPlan, FileGroup | None]] = {}  # by item, of the step being written
-        self._last_step = -1  # that was committed
-        self.shared: Mapping[str, int] = {}  # fields of the event `committed`, of the step that was committed last
-
-    def begin(self) -> None:
-        """A step is begun: nothing of it is written yet."""
-        self._wrote.clear()
-
-    def take_over(
-        self,
-        item: str,
-        leaves: Sequence[LeafRecord],
-        directory: str,
-        profile: DurableProfile,
-        ready: Callable[[], None],
-    ) -> SharingPlan:
-        """The plan for an item whose database will be in `directory`. The files of its groups are there already.
-
-        Waits for `ready` if there are some. Raises `StoreError` if a bucket fails.
-        """
-        known = self._items.setdefault(item, UnchangedLeaves())
-        plan = known.plan(leaves, profile)
-        if (plan.taken or plan.apart) and not can_share(self._root):
-            return replace(plan, taken=(), apart=frozenset())
-        for group in plan.taken:
-            assert known.directory is not None, "a group is of a committed step"
-            ready()
-            if not take_over(self._root, group, known.directory, directory, profile):
-                plan = without(plan, group)
-        return plan
-
-    def wrote(self, item: str, below: str, plan: SharingPlan, group: FileGroup | None) -> None:
-        """An item is written. Its database is `below` the step's directory, and its leaves `apart` are in `group`."""
-        self._wrote[item] = below, plan, group
-
-    def committed(self, url: str, step: int) -> None:
-        """The step, at this URL, is committed: the next one takes files over from it."""
-        shared_bytes = 0
-        for item, (below, plan, group) in self._wrote.items():
-            self._items[item].committed(url + below, plan, group)
-            shared_bytes += sum(taken.stored_bytes for taken in plan.taken)
-        self.shared = {"shared_bytes": shared_bytes, "shared_from": self._last_step} if shared_bytes else {}
-        self._last_step = step
+def groups_of(plan: SharingPlan, written: FileGroup | None) -> tuple[FileGroup, ...]:
+    """The groups of a step that is committed by this plan; `written` has its leaves `apart`."""
+    taken = tuple(replace(group, steps=group.steps + 1) for group in plan.taken)
+    return taken if written is None else (*taken, written)
 
 
 def without(plan: SharingPlan, group: FileGroup) -> SharingPlan:
@@ -203,9 +164,10 @@ def can_share(url: str) -> bool:
 
 def take_over(root: str, group: FileGroup, source: str, target: str, profile: DurableProfile) -> bool:
     """Makes a group's files be in `target` too, directories of databases below `root`; False, and nothing is left, if
-    `source` does not have them any more, or they cannot be linked. True for a group without files.
+    `source` does not have them any more, or cut off, or they cannot be linked. True for a group without files.
 
-    Cost: a link for each file, or a request that copies within the bucket. Raises `StoreError` if a bucket fails.
+    Cost: a link for each file; in a bucket a listing, and a request for each file that copies it there. Raises
+    `StoreError` if a bucket fails.
     """
     if not group.files:
         return True
@@ -233,6 +195,9 @@ def _link(files: Mapping[str, int], source: str, target: str) -> bool:
 
 def _copy(root: str, files: Mapping[str, int], source: str, target: str, profile: DurableProfile) -> bool:
     store = large_objects(root, profile, max(files.values()))
+    found = store.stat_all(f"{source}/{_DATA}")
+    if any((stat := found.get(f"{source}/{path}")) is None or stat.size_bytes < files[path] for path in files):
+        return False
 
     def copied(path: str) -> bool:
         try:
@@ -252,7 +217,7 @@ def _is_worth_it(group: FileGroup, profile: DurableProfile) -> bool:
     return enough and group.steps < profile.shared_steps_max
 
 
-def _signature(leaf: LeafRecord, profile: DurableProfile) -> str | None:
+def signature_of(leaf: LeafRecord, profile: DurableProfile) -> str | None:
     """Decides the stored bytes of this process's boxes of a leaf; None for a leaf that is always written."""
     if (
         leaf.held_bytes < LEAF_BYTES_MIN or not leaf.name or "/" in leaf.name

@@ -120,6 +120,7 @@ class CellWriter:
         that `sharing` takes over are in the directory already. Its leaves `apart` are added first, until `end_apart`.
         """
         self._apart, self._group_databases = bool(sharing.apart), list[int]()
+        self._own = f"{_APART}{uuid.uuid4().hex[:8]}."  # begins the names of nodes of this step's group, of no other's
         self._ready = ready
         self._directory, self._profile = directory, profile
         self._pace = pace or Pace(profile.write_bytes_per_s)
@@ -184,7 +185,7 @@ class CellWriter:
             return awaited([memory.read(key)], self._profile, self._directory)[0].value
 
         for number in self._group_databases:
-            prefix = f"nodes/{_APART}{number}."
+            prefix = f"nodes/{self._own}{number}."
             names = [key.decode() for key in awaited([memory.list()], self._profile, self._directory)[0]]
             nodes = {name.removeprefix("nodes/"): read(name) for name in names if name.startswith(prefix)}
             trees.append(PieceTree(manifest=read(f"pieces/{number}/{OCDBT_MANIFEST}"), nodes=nodes))
@@ -243,7 +244,7 @@ class CellWriter:
         manifest = {"driver": "memory", "path": f"pieces/{number}/"}
         spec = {**self._spec, "manifest": manifest, "btree_node_data_prefix": NODES}
         if self._apart:
-            spec |= {"btree_node_data_prefix": f"{NODES}{_APART}{number}.", "value_data_prefix": f"d/{_APART}"}
+            spec |= {"btree_node_data_prefix": f"{NODES}{self._own}{number}.", "value_data_prefix": f"d/{_APART}"}
             self._group_databases.append(number)
         self._databases.append(self._opened(spec))
         self._piece = _Piece(self._databases[-1], spec)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
-from ckptkit.durable.sidecars import sidecars_among
+from ckptkit.durable.sidecars import join_sidecars, sidecars_among
 from ckptkit.errors import CheckpointError
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId
@@ -78,7 +78,12 @@ def restamp_sidecars(store: Store, items: Iterable[str], save_id: SaveId) -> Non
     `CorruptCheckpointError` for a damaged sidecar.
     """
     for item in items:
+        texts = list[bytes]()
         for process in sidecars_among(store.list(f"{item}/{paths.SIDECAR_DIR}")):
             key = f"{item}/{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"
             manifest = Manifest.from_bytes(store.get(key), path=f"{store.url}/{key}")
-            store.put(key, replace(manifest, save_id=save_id).to_bytes())
+            texts.append(replace(manifest, save_id=save_id).to_bytes())
+            store.put(key, texts[-1])
+        joined = join_sidecars(texts) if len(texts) > 1 else None
+        if joined is not None:
+            store.put(f"{item}/{paths.JOINED_SIDECARS}", joined)
