@@ -47,7 +47,7 @@ def test_drop_in_stays_short() -> None:
     """Nobody would read a drop-in of a page."""
     (code,) = [code for page, code in blocks() if page == "README.md"]
     lines = [line for line in code.splitlines() if line.strip()]
-    assert len(lines) <= 14
+    assert len(lines) <= 16
 
 
 def test_files_named_in_the_tree_exist() -> None:

@@ -67,7 +67,7 @@ def save_args(state: Any) -> Any:
 
 @pytest.fixture
 def passing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Devices that pass for accelerators, if the parameter says so; and the strategy that it names."""
+    """Devices that pass for accelerators, if the parameter asks for it; and the strategy that it names."""
     device, _, strategy = request.param.partition(", ")
     if device == "accelerator":
         monkeypatch.setattr(describe, "is_accelerator", lambda device: True)
