@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from bench.row import Row
+from bench.row import Range, Row, Source
 from bench.rows import RESULTS, newest_results, rows_of
 
 ROOT = Path(__file__).parent.parent
@@ -20,8 +20,11 @@ README_FIGURES = {
     ("faults", "wrong_runs"): "trainings with injected faults and bit flips that ended with wrong bits",
     ("faults", "resume_s"): "from an injected kill of such a training to its next step",
     ("stall", "stall_ms_per_save"): "stall of a save while the step keeps all cores busy",
-    ("stall", "stall_idle_ms_per_save"): "stall of a save while the step runs elsewhere, as accelerators stage",
-    ("stall", "stall_idle_ms_per_save.cpu"): "the same, as the CPU backend stages by default",
+    (
+        "stall",
+        "stall_idle_ms_per_save.device_copy",
+    ): "stall of a save while the step runs elsewhere, as accelerators stage",
+    ("stall", "stall_idle_ms_per_save"): "the same, as the CPU backend stages by default",
     ("commit", "commit_gbps"): "from `save` to the commit on the ramdisk",
     ("commit", "cpu_s_per_gb"): "processor time of a save",
     ("restore", "restore_gbps"): "restore from the ramdisk, every byte verified",
@@ -41,9 +44,23 @@ _BUSY = 3.0  # load at which a timing is only an indication
 
 
 def readme_table(rows: Sequence[Row]) -> str:
-    """The rows that the README shows."""
+    """The rows that the README shows, and when they were measured."""
     by_figure = {(row.benchmark, row.figure): row for row in reversed(rows)}  # of several states the first
-    return _table((label, by_figure[key]) for key, label in README_FIGURES.items() if key in by_figure)
+    shown = {label: by_figure[key] for key, label in README_FIGURES.items() if key in by_figure}
+    return f"{_table(shown.items())}\n{_when(shown.values())}\n"
+
+
+def _when(rows: Iterable[Row]) -> str:
+    """How far apart the rows of one table are in time and in commits: they are seldom from one run."""
+    sources = {row.source for row in rows}
+    days = sorted({source.day for source in sources})
+    when = " to ".join(dict.fromkeys(days[:1] + days[-1:]))
+    commits = {source.commit.rstrip("+") for source in sources if source.commit}
+    inexact = sum(not source.exact for source in sources)
+    text = f"Measured {when}; results: {len(sources)}, commits: {len(commits)}"
+    if inexact:
+        text += f", results whose commit is dirty or was not stored: {inexact}"
+    return f"{text}. [Date and commit of each row](bench/REPORT.md)."
 
 
 def with_table(readme: str, rows: Sequence[Row]) -> str:
@@ -64,34 +81,60 @@ def report(rows: Sequence[Row]) -> str:
         '`torch.distributed.checkpoint`. "Limit" is one plain copy on this machine (for `faults`: a checkpoint that '
         "costs nothing). It is 0 where the copy can run while the step computes elsewhere. Where a contender was "
         'faster than the plain copy, it is that contender, with its name. "n" is the number of samples of ckptkit. '
+        "In parentheses: the least to the greatest sample, where there are fewer than five, or where they lie further "
+        'apart than the median is large. "only" before a name: no other way of stock Orbax was measured there. The '
+        "sections are from different days and commits. "
         "Methods and negative results: "
         "[LOG.md](LOG.md).\n",
     ]
     for benchmark, group in groupby(rows, key=lambda row: row.benchmark):
         own = list(group)
-        loads = sorted({row.load for row in own if row.load is not None})
         parts.append(f"## {benchmark}\n")
-        if loads:
-            busy = ": other work ran, times are an indication" if loads[-1] >= _BUSY else ""
-            parts.append(f"Load when it began: {', '.join(f'{load:.1f}' for load in loads)}{busy}.\n")
+        parts.append(_sources(own))
         parts.append(_table((f"`{row.figure}`: {row.meaning}", row) for row in own))
         if (RESULTS / f"{benchmark}.png").exists():
             parts.append(f"![{benchmark}](results/{benchmark}.png)\n")
     return "\n".join(parts)
 
 
+def _sources(rows: Sequence[Row]) -> str:
+    """Date, commit and load of each result that a section is from, with its states where there are several."""
+    cases: dict[Source, dict[str, None]] = {}
+    for row in rows:
+        cases.setdefault(row.source, {})[row.case] = None
+    told = []
+    for source, states in cases.items():
+        busy = ": other work ran, times are an indication" if (source.load or 0.0) >= _BUSY else ""
+        of = f" ({'; '.join(states)})" if len(cases) > 1 else ""
+        told.append(f"Measured {source}{busy}{of}.")
+    return "\n".join(told if len(told) == 1 else (f"- {line}" for line in told)) + "\n"
+
+
 def _table(rows: Iterable[tuple[str, Row]]) -> str:
     lines = ["| what | state | ckptkit | stock Orbax | torch DCP | limit | ratio | n |", f"|{'---|' * 8}"]
     for label, row in rows:
-        peer, torch, limit = (
-            "-" if value is None else _number(row, value) + f" ({name})" * bool(name)
-            for value, name in ((row.peer, row.peer_name), (row.torch, ""), (row.limit, row.limit_name))
+        ours, peer, torch, limit = (
+            _cell(row, value, name, spread)
+            for value, name, spread in (
+                (row.ours, "", row.spread),
+                (row.peer, row.peer_name, row.peer_spread),
+                (row.torch, "", None),
+                (row.limit, row.limit_name, None),
+            )
         )
         ratio = "-" if row.ratio is None else f"{row.ratio:.2g}"
         told = f"{label}, {unit}" if (unit := _unit(row.figure)) else label
-        cells = (told, row.case, _number(row, row.ours), peer, torch, limit, ratio, str(row.samples))
+        cells = (told, row.case, ours, peer, torch, limit, ratio, str(row.samples))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row, value: float | None, name: str, spread: Range | None) -> str:
+    if value is None:
+        return "-"
+    ends = f"{_number(row, spread[0])} to {_number(row, spread[1])}" if spread else ""
+    notes = "; ".join(filter(None, (name, ends)))
+    return f"{_number(row, value)} ({notes})" if notes else _number(row, value)
 
 
 def _unit(figure: str) -> str:
