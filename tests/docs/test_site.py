@@ -53,10 +53,10 @@ def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
     assert found > 50
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_site_builds_with_docstrings(tmp_path: Path) -> None:
     """`make docs` would fail, or give an empty reference."""
-    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: make docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
