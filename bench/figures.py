@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONTENDERS = ("ckptkit", "orbax_async", "orbax_tuned", "orbax_v1", "orbax_sync", "limit")
-OPTIONAL_CONTENDERS = ("torch_dcp",)  # a column only where torch is importable
+OPTIONAL_CONTENDERS = {"torch_dcp": "torch", "torch_checkpointing": "torch_checkpointing"}  # and the package it needs
 BLOCKING_PARTS = ("ready", "in_flight")  # the state at rest, and a long step that still computes it
 
 FIGURES: Mapping[str, str] = {
@@ -62,7 +62,8 @@ Samples = dict[str, dict[str, list[float]]]  # figure -> contender (or a variant
 
 def available() -> tuple[str, ...]:
     """The contenders of this installation, in the order in which they take turns."""
-    return (*CONTENDERS, *(OPTIONAL_CONTENDERS if importlib.util.find_spec("torch") is not None else ()))
+    installed = [name for name, package in OPTIONAL_CONTENDERS.items() if importlib.util.find_spec(package) is not None]
+    return (*CONTENDERS, *installed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

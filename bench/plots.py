@@ -57,7 +57,7 @@ def _bars(rows: Sequence[Row], titles: Sequence[str], limits: Sequence[str], pat
         if row.peer is not None:
             bars.append((row.peer_name, row.peer, _PEER, row.peer_spread))
         if row.torch is not None:
-            bars.append(("torch_dcp", row.torch, _TORCH, None))
+            bars.append((row.torch_name or "torch_dcp", row.torch, _TORCH, None))
         if row.limit and limit:
             bars.append((limit, row.limit, _LIMIT, None))
         for name, value, color, spread in bars:

@@ -118,7 +118,7 @@ def _table(rows: Iterable[tuple[str, Row]]) -> str:
             for value, name, spread in (
                 (row.ours, "", row.spread),
                 (row.peer, row.peer_name, row.peer_spread),
-                (row.torch, "", None),
+                (row.torch, row.torch_name, None),
                 (row.limit, row.limit_name, None),
             )
         )

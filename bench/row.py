@@ -57,6 +57,7 @@ class Row:
     peer_name: str = ""
     peer_spread: Range | None = None
     torch: float | None = None
+    torch_name: str = ""  # of the better one where there are several
     limit: float | None = None
     limit_name: str = ""
     samples: int = 1

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.figures import FIGURES, STRATEGIES, median
+from bench.figures import FIGURES, OPTIONAL_CONTENDERS, STRATEGIES, median
 from bench.readers import READERS
 from bench.row import PEERS, Row, Source, measured, spread_of
 
 RESULTS = Path(__file__).parent / "results"
-_OURS, _TORCH = "ckptkit", "torch_dcp"
+_OURS, _TORCH = "ckptkit", tuple(OPTIONAL_CONTENDERS)
 # A save that copies while the step computes elsewhere can cost the loop nothing: one plain copy is no bound there.
 _OVERLAPPED = ("stall_idle_ms_per_save", "blocking_ms.ready")
 _PLACES = ("disk_", "bucket_")  # of figures of `durable`, which can be measured one without the other
@@ -83,8 +83,9 @@ def _row_of(benchmark: str, case: str, figure: str, suffix: str, by_name: Mappin
         return {name: median(by_name[name]) or 0.0 for name in names if by_name.get(name)}
 
     better = max if figure.endswith("_gbps") else min
-    peers, all_of_them = of(PEERS), of((*PEERS, _TORCH, _OURS))
+    peers, torch, all_of_them = of(PEERS), of(_TORCH), of((*PEERS, *_TORCH, _OURS))
     best = better(peers, key=lambda name: peers[name]) if peers else ""
+    torch_best = better(torch, key=lambda name: torch[name]) if torch else ""
     fastest = better(all_of_them, key=lambda name: all_of_them[name])
     limit = 0.0 if figure in _OVERLAPPED and by_name.get("limit") else median(by_name.get("limit"))
     beaten = limit is not None and better(limit, all_of_them[fastest]) != limit
@@ -97,7 +98,8 @@ def _row_of(benchmark: str, case: str, figure: str, suffix: str, by_name: Mappin
         peer=peers.get(best),
         peer_name=best,
         peer_spread=spread_of(by_name[best]) if best else None,
-        torch=all_of_them.get(_TORCH),
+        torch=torch.get(torch_best),
+        torch_name=torch_best if len(torch) > 1 else "",
         limit=all_of_them[fastest] if beaten else limit,
         limit_name=fastest if beaten else "",
     )

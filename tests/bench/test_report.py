@@ -143,6 +143,9 @@ def test_torch_has_a_column_and_limits_are_never_beaten() -> None:
     peers = {"orbax_v1": [70.0], "torch_dcp": [2476.0], "limit": [147.0]}
     (row,) = rows_of([compared([7.0], peers, "stall_idle_ms_per_save", "x")])
     assert (row.ours, row.torch, row.limit, row.limit_name) == (7.0, 2476.0, 0.0, "")
+    peers["torch_checkpointing"] = [60.0]
+    (row,) = rows_of([compared([7.0], peers, "stall_idle_ms_per_save", "x")])
+    assert (row.torch, row.torch_name) == (60.0, "torch_checkpointing"), "the better one of two"
     (beaten,) = rows_of([compared([12.0], {"torch_dcp": [3.0], "limit": [11.0]}, "ssd_commit_gbps", "x")])
     assert (beaten.limit, beaten.limit_name) == (12.0, "ckptkit")
     assert "| 12 | - | 3 | 12 (ckptkit) | - | 1 |" in report([beaten])
