@@ -1,4 +1,4 @@
-"""The contenders: ckptkit, stock Orbax in four ways, and torch.distributed.checkpoint where torch is installed."""
+"""The contenders: ckptkit, stock Orbax in four ways, and those of torch that are installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench.contenders_ours import CkptKit, CkptKitDurable
-from bench.contenders_theirs import OrbaxManager, OrbaxV1, TorchDcp
+from bench.contenders_theirs import OrbaxManager, OrbaxV1, TorchCheckpointing, TorchDcp
 
 
 class Contender(Protocol):
@@ -69,5 +69,6 @@ def make_contenders(names: tuple[str, ...], ramdisk: Path) -> list[Contender]:
         "orbax_v1": OrbaxV1,
         "orbax_sync": lambda root: OrbaxManager("orbax_sync", root, background=False, compressed=True),
         "torch_dcp": TorchDcp,
+        "torch_checkpointing": TorchCheckpointing,
     }
     return [makers[name](ramdisk / name) for name in names if name in makers]

@@ -170,6 +170,11 @@ class StagedBy:
             raise RuntimeError(f"{self.name} was staged by {self._inner.strategy}")
         return committed_s
 
+    @property
+    def strategy(self) -> str:
+        """By which the last save was staged."""
+        return self._inner.strategy
+
     def settled(self) -> None:
         """See `Contender.settled`."""
         self._inner.settled()

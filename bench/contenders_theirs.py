@@ -1,4 +1,5 @@
-"""The others as a `bench.contenders.Contender`: stock Orbax in four ways, and torch.distributed.checkpoint."""
+"""The others as a `bench.contenders.Contender`: stock Orbax in four ways, torch.distributed.checkpoint, and
+`torch_checkpointing`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from orbax.checkpoint.experimental import v1 as ocp_v1
 from bench.measure import now_s, remove_root
 
 _ITEM = "state"  # of the manager that is given a handler
+_START_S = 300  # for a process that imports JAX and torch; 30 by default
 
 
 @final
@@ -127,20 +129,13 @@ class TorchDcp:
 
     def save(self, step: int, state: Any) -> None:
         """See `Contender.save`: `async_save` copies the tensors before it returns."""
-        boxes = {
-            f"{name}{start}": shard.data
-            for name, leaf in _named(state)
-            for start, shard in {_start(shard.index): shard for shard in leaf.addressable_shards}.items()
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # JAX's views are read-only, and torch warns for each
-            tensors = {key: self._torch.from_numpy(np.asarray(data)) for key, data in boxes.items()}
-            if self._stager.state_dict_cache is None:  # its own would be pinned memory, which needs CUDA
-                shared = {key: self._torch.empty_like(each).share_memory_() for key, each in tensors.items()}
-                self._stager.state_dict_cache = shared
-            self._future = self._dcp.async_save(
-                tensors, checkpoint_id=str(self._root / str(step)), async_stager=self._stager, no_dist=True
-            )
+        tensors = _tensors(self._torch, state)
+        if self._stager.state_dict_cache is None:  # its own would be pinned memory, which needs CUDA
+            shared = {key: self._torch.empty_like(each).share_memory_() for key, each in tensors.items()}
+            self._stager.state_dict_cache = shared
+        self._future = self._dcp.async_save(
+            tensors, checkpoint_id=str(self._root / str(step)), async_stager=self._stager, no_dist=True
+        )
 
     def committed_s(self) -> float:
         """When the future was there."""
@@ -152,23 +147,9 @@ class TorchDcp:
 
     def restore(self, step: int, abstract: Any) -> Any:
         """See `Contender.restore`."""
-        tensors: dict[str, Any] = {}
-        for name, leaf in _named(abstract):
-            shape = leaf.sharding.shard_shape(leaf.shape)
-            for index in leaf.sharding.devices_indices_map(leaf.shape).values():
-                like = np.empty(shape, leaf.dtype)
-                tensors.setdefault(f"{name}{_start(index)}", self._torch.from_numpy(like))
+        tensors = _empty_tensors(self._torch, abstract)
         self._dcp.load(tensors, checkpoint_id=str(self._root / str(step)), no_dist=True)
-
-        def place(name: str, leaf: Any) -> jax.Array:
-            shards = [
-                jax.device_put(tensors[f"{name}{_start(index)}"].numpy(), device)
-                for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
-            ]
-            return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
-
-        arrays = [place(name, leaf) for name, leaf in _named(abstract)]
-        return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(abstract), arrays))
+        return _placed(tensors, abstract)
 
     def forget(self, step: int) -> None:
         """See `Contender.forget`."""
@@ -177,6 +158,90 @@ class TorchDcp:
     def close(self) -> None:
         """See `Contender.close`."""
         shutil.rmtree(self._root, ignore_errors=True)
+
+
+@final
+class TorchCheckpointing:
+    """`CheckpointManager` of `torch_checkpointing` with its defaults, but for the time to start; needs the package.
+
+    A thread stages into shared memory, and a process of its own writes. The tensors keep the boxes' memory while they
+    are staged, so the next step that donates them allocates afresh.
+    """
+
+    def __init__(self, root: Path):
+        self.name = "torch_checkpointing"
+        self._torch: Any = importlib.import_module("torch")
+        package: Any = importlib.import_module("torch_checkpointing")
+        process: Any = importlib.import_module("torch_checkpointing.checkpoint_process")
+        started = process.CheckpointProcessConfig(subprocess_init_timeout_secs=_START_S)
+        saver: Any = importlib.import_module("torch_checkpointing.config").AsyncCheckpointSaverConfig
+        self._manager = package.CheckpointManager(package.CheckpointManager.Config(save=saver(process_config=started)))
+        self._root = root
+        self._root.mkdir(parents=True)
+        self._future: Any = None
+
+    def save(self, step: int, state: Any) -> None:
+        """See `Contender.save`. All tensors are one item: an item is a file."""
+        self._future = self._manager.save(str(self._root / str(step)), {_ITEM: _tensors(self._torch, state)})
+
+    def committed_s(self) -> float:
+        """When the future was there."""
+        self._future.result()
+        return now_s()
+
+    def settled(self) -> None:
+        """Nothing runs after the future."""
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        """See `Contender.restore`."""
+        tensors = _empty_tensors(self._torch, abstract)
+        loaded = self._manager.load(str(self._root / str(step)), {_ITEM: tensors})
+        return _placed(loaded[_ITEM], abstract)
+
+    def forget(self, step: int) -> None:
+        """See `Contender.forget`."""
+        shutil.rmtree(self._root / str(step))
+
+    def close(self) -> None:
+        """See `Contender.close`."""
+        self._manager.close()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _tensors(torch: Any, state: Any) -> dict[str, Any]:
+    """Each box once, as a tensor that shares its memory."""
+    boxes = {
+        f"{name}{start}": shard.data
+        for name, leaf in _named(state)
+        for start, shard in {_start(shard.index): shard for shard in leaf.addressable_shards}.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's views are read-only, and torch warns for each
+        return {key: torch.from_numpy(np.asarray(data)) for key, data in boxes.items()}
+
+
+def _empty_tensors(torch: Any, abstract: Any) -> dict[str, Any]:
+    """What `_tensors` of such a state would have, without values."""
+    tensors: dict[str, Any] = {}
+    for name, leaf in _named(abstract):
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        for index in leaf.sharding.devices_indices_map(leaf.shape).values():
+            tensors.setdefault(f"{name}{_start(index)}", torch.from_numpy(np.empty(shape, leaf.dtype)))
+    return tensors
+
+
+def _placed(tensors: dict[str, Any], abstract: Any) -> Any:
+    """The state whose boxes these tensors are, ready on its devices."""
+
+    def place(name: str, leaf: Any) -> jax.Array:
+        shards = [
+            jax.device_put(tensors[f"{name}{_start(index)}"].numpy(), device)
+            for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+    arrays = [place(name, leaf) for name, leaf in _named(abstract)]
+    return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(abstract), arrays))
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

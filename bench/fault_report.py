@@ -101,6 +101,7 @@ def judge(places: Places, outcome: Outcome, reference: Reference, steps: int) ->
         "saves": report.saves.saves,
         "stall_ms": report.saves.stall_ms_p50,
         "resume_s": fmean(each.total_s for each in came) if came else None,
+        "resumes": len(came),
         "resume_phases_s": {str(p): fmean(each.phases_s[p] for each in came) for p in Phase} if came else {},
         "disruptions": len(report.disruptions),
         "restored_from": _sum(event.fields["sources"] for event in _of(logs, Kind.RESTORED)),
@@ -117,7 +118,9 @@ def _never_came_up(logs: Sequence[Sequence[Event]], outcome: Outcome) -> dict[st
     """Every life ended before its process wrote a record: no goodput, and nothing that could be wrong."""
     moments_s = [event.at_s for log in logs for event in log]
     goodputs = dict.fromkeys(("goodput", "ml_goodput", "effective_training_time", "new_steps"), 0.0)
-    counts = dict.fromkeys(("kept_steps", "lost_steps", "lost_work_s", "saves", "wrong_steps", "rejected"), 0)
+    counts = dict.fromkeys(
+        ("kept_steps", "lost_steps", "lost_work_s", "saves", "wrong_steps", "rejected", "resumes"), 0
+    )
     return {
         "finished": False,
         "wrong": False,

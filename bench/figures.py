@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONTENDERS = ("ckptkit", "orbax_async", "orbax_tuned", "orbax_v1", "orbax_sync", "limit")
-OPTIONAL_CONTENDERS = ("torch_dcp",)  # a column only where torch is importable
+OPTIONAL_CONTENDERS = {"torch_dcp": "torch", "torch_checkpointing": "torch_checkpointing"}  # and the package it needs
 BLOCKING_PARTS = ("ready", "in_flight")  # the state at rest, and a long step that still computes it
 
 FIGURES: Mapping[str, str] = {
@@ -35,6 +35,12 @@ FIGURES: Mapping[str, str] = {
     "bucket_save_requests": "requests of a save",
     "bucket_restore_requests": "requests of a restore",
 }
+# Strategies of staging that `stall` forces, each with figures of its own (`blocking_ms.ready.alias`). A figure that
+# names none is of what ckptkit chooses by itself: `slot_copy` on CPU devices.
+STRATEGIES: Mapping[str, str] = {
+    "device_copy": "staged by a copy on the device, as accelerators stage by default",
+    "alias": "staged without a copy: the next step allocates its results afresh",
+}
 # Of `gpu`, by their words: the samples of a contender, and what they are multiplied with.
 GPU_FIGURES = {
     "first save blocks, ms": ("first_ready_s", 1e3),
@@ -56,7 +62,8 @@ Samples = dict[str, dict[str, list[float]]]  # figure -> contender (or a variant
 
 def available() -> tuple[str, ...]:
     """The contenders of this installation, in the order in which they take turns."""
-    return (*CONTENDERS, *(OPTIONAL_CONTENDERS if importlib.util.find_spec("torch") is not None else ()))
+    installed = [name for name, package in OPTIONAL_CONTENDERS.items() if importlib.util.find_spec(package) is not None]
+    return (*CONTENDERS, *installed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,10 @@ _FRONT = {
         "a save takes from a loop that keeps\nall cores busy, ms: less is better",
         "one plain copy",
     ),
-    ("stall", "stall_idle_ms_per_save"): ("from one whose step runs elsewhere,\nms: less is better", ""),
+    ("stall", "stall_idle_ms_per_save.device_copy"): (
+        "from one whose step runs elsewhere, staged\nas on accelerators, ms: less is better",
+        "",
+    ),
     ("faults", "goodput"): ("goodput with injected failures:\nmore is better", "saves for free"),
     ("faults", "lost_work_s"): ("work done again in such a run, s:\nless is better", ""),
 }
@@ -50,19 +53,20 @@ def _bars(rows: Sequence[Row], titles: Sequence[str], limits: Sequence[str], pat
     figure = Figure(figsize=(3.2 * columns, 2.6 * lines), layout="constrained")
     for number, (row, title, limit) in enumerate(zip(rows, titles, limits, strict=True)):
         axes = figure.add_subplot(lines, columns, number + 1)
-        bars = [("ckptkit", row.ours, _OURS)]
+        bars = [("ckptkit", row.ours, _OURS, row.spread)]
         if row.peer is not None:
-            bars.append((row.peer_name, row.peer, _PEER))
+            bars.append((row.peer_name, row.peer, _PEER, row.peer_spread))
         if row.torch is not None:
-            bars.append(("torch_dcp", row.torch, _TORCH))
+            bars.append((row.torch_name or "torch_dcp", row.torch, _TORCH, None))
         if row.limit and limit:
-            bars.append((limit, row.limit, _LIMIT))
-        drawn = axes.bar(
-            [name for name, _, _ in bars], [value for _, value, _ in bars], color=[color for _, _, color in bars]
-        )
-        axes.bar_label(
-            drawn, fmt=lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}", fontsize=7, padding=1
-        )
+            bars.append((limit, row.limit, _LIMIT, None))
+        for name, value, color, spread in bars:
+            axes.bar(name, value, color=color)
+            least, most = spread or (value, value)
+            if spread:
+                axes.errorbar(name, value, [[value - least], [most - value]], color="black", capsize=3, lw=1)
+            text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            axes.annotate(text, (name, most), (0, 1), textcoords="offset points", ha="center", va="bottom", fontsize=7)
         axes.margins(y=0.12)
         axes.set_title(title, fontsize=8)
         axes.tick_params(labelsize=7)

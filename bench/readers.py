@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.fault_places import OURS as OURS_UNDER_FAULTS
 from bench.figures import GPU_FIGURES, median
-from bench.row import PEERS, Row, load_of
+from bench.row import PEERS, Range, Row, measured, spread_of
 
 
 def _faults(result: Mapping[str, Any]) -> Iterable[Row]:
@@ -22,9 +22,12 @@ def _faults(result: Mapping[str, Any]) -> Iterable[Row]:
         "goodput": "kept work over elapsed time",
         "lost_work_s": "work that had to be done again",
         "stall_ms": "how long a save held the loop",
-        "resume_s": "from a kill to the next step",
+        "resume_s": "from a kill to the next step, mean of the losses of a run; n is the number of losses",
     }
     ours, peer = contenders[OURS_UNDER_FAULTS], contenders[best]
+    told = best if len(stock) > 1 else f"only {best}"  # nobody knows whether it is the fastest way
+    own = [run for run in result["runs"] if run["contender"] == OURS_UNDER_FAULTS]
+    losses = sum(run.get("resumes", run["disruptions"]) for run in own)  # the oldest results count losses alone
     for figure, meaning in wanted.items():
         if ours[figure] is not None:
             yield Row(
@@ -33,11 +36,12 @@ def _faults(result: Mapping[str, Any]) -> Iterable[Row]:
                 figure=figure,
                 meaning=meaning,
                 ours=ours[figure]["median"],
+                spread=_ends(ours[figure]),
                 peer=peer[figure]["median"] if peer[figure] else None,
-                peer_name=best,
+                peer_name=told,
+                peer_spread=_ends(peer[figure]),
                 limit=found["ceiling"]["median"] if figure == "goodput" else None,
-                samples=ours[figure]["n"],
-                load=load_of(result),
+                samples=losses if figure == "resume_s" else ours[figure]["n"],
             )
     for figure, meaning in (("wrong", "runs with wrong bits"), ("unfinished", "runs that never finished")):
         yield Row(
@@ -47,9 +51,8 @@ def _faults(result: Mapping[str, Any]) -> Iterable[Row]:
             meaning=meaning,
             ours=ours[figure],
             peer=peer[figure],
-            peer_name=best,
+            peer_name=told,
             samples=ours["runs"],
-            load=load_of(result),
         )
     closed = found.get("against", {}).get("gap_closed")
     if closed:
@@ -60,10 +63,15 @@ def _faults(result: Mapping[str, Any]) -> Iterable[Row]:
             figure="gap_closed",
             meaning=meaning,
             ours=closed["median"],
+            spread=_ends(closed),
             limit=1.0,
             samples=closed["n"],
-            load=load_of(result),
         )
+
+
+def _ends(spread: Mapping[str, float] | None) -> Range | None:
+    """The least and the greatest of a campaign's runs, of which there are few."""
+    return (spread["min"], spread["max"]) if spread and spread["n"] > 1 else None
 
 
 def _corruption(result: Mapping[str, Any]) -> Iterable[Row]:
@@ -124,9 +132,7 @@ def _hosts(result: Mapping[str, Any]) -> Iterable[Row]:
                 case=f"{result['hosts']} hosts + 1",
                 figure=figure,
                 meaning=meaning,
-                ours=median(samples) or 0.0,
-                samples=len(samples),
-                load=load_of(result),
+                **measured(samples),
             )
 
 
@@ -147,7 +153,6 @@ def _unchanged(result: Mapping[str, Any]) -> Iterable[Row]:
                 meaning=meaning,
                 ours=found[key],
                 samples=len(found["samples"]["shared"]["s"]),
-                load=load_of(result),
             )
 
 
@@ -171,9 +176,7 @@ def _proof(result: Mapping[str, Any]) -> Iterable[Row]:
             case=f"from {setting}",
             figure="digest_cpu_s_per_gb",
             meaning="processor time of digests in a durable commit",
-            ours=median(more) or 0.0,
-            samples=len(more),
-            load=load_of(result),
+            **measured(more),
         )
 
 
@@ -210,7 +213,6 @@ def _broadcast(result: Mapping[str, Any]) -> Iterable[Row]:
             peer_name="orbax",
             limit=1.0,
             samples=sum(len(rounds["broadcast"]) for rounds in found["samples"].values()),
-            load=load_of(result),
         )
     yield from _choices(result)
 
@@ -226,7 +228,6 @@ def _choices(result: Mapping[str, Any]) -> Iterable[Row]:
                 ours=found["bars"][f"choice_at_{rate}"]["ratio"],
                 limit=1.1,
                 samples=len(rounds["auto"]),
-                load=load_of(result),
             )
 
 
@@ -239,7 +240,6 @@ def _simulator(result: Mapping[str, Any]) -> Iterable[Row]:
         meaning="predicted and measured goodput, percentage points apart on average",
         ours=result["difference_points_mean"],
         samples=len(predicted),
-        load=load_of(result),
     )
 
 
@@ -280,9 +280,7 @@ def _simulate(result: Mapping[str, Any]) -> Iterable[Row]:
             case=case,
             figure=figure,
             meaning=meaning,
-            ours=median([each[name] for each in result["samples"]]) or 0.0,
-            samples=len(result["samples"]),
-            load=load_of(result),
+            **measured([each[name] for each in result["samples"]]),
         )
 
 
@@ -293,22 +291,20 @@ def _inspect(result: Mapping[str, Any]) -> Iterable[Row]:
             case=f"{result['leaves']:,} leaves, {case}",
             figure="inspect_s",
             meaning="`ckptkit inspect`, from its start to its end; for Orbax its metadata call alone",
-            ours=median([each["wall_s"] for each in samples["ckptkit"]]) or 0.0,
+            **measured([each["wall_s"] for each in samples["ckptkit"]]),
             peer=median([each["call_s"] for each in samples.get("orbax", ())]),
             peer_name="orbax_call" if "orbax" in samples else "",
-            samples=len(samples["ckptkit"]),
-            load=load_of(result),
+            peer_spread=spread_of([each["call_s"] for each in samples.get("orbax", ())]),
         )
         yield Row(
             benchmark="inspect",
             case=f"{result['leaves']:,} leaves, {case}",
             figure="inspect_cpu_s",
             meaning="processor time of `ckptkit inspect`, imports included",
-            ours=median([each["cpu_s"] for each in samples["ckptkit"]]) or 0.0,
+            **measured([each["cpu_s"] for each in samples["ckptkit"]]),
             peer=median([each["cpu_s"] for each in samples.get("orbax", ())]),
             peer_name="orbax_call" if "orbax" in samples else "",
-            samples=len(samples["ckptkit"]),
-            load=load_of(result),
+            peer_spread=spread_of([each["cpu_s"] for each in samples.get("orbax", ())]),
         )
 
 
@@ -322,46 +318,46 @@ def _convert(result: Mapping[str, Any]) -> Iterable[Row]:
             case=f"{case}, {what}",
             figure="of_copy_rate",
             meaning="rate over that of `cp` and fsync of the same files, in the same run",
-            ours=median([each["copy_s"] / each["work_s"] for each in samples]) or 0.0,
-            samples=len(samples),
-            load=load_of(result),
+            **measured([each["copy_s"] / each["work_s"] for each in samples]),
         )
         yield Row(
             benchmark="convert",
             case=f"{case}, {what}",
             figure="peak_bytes",
-            meaning="resident memory, with imports",
+            meaning="resident memory, with imports, the most of all samples",
             ours=max(each["peak"] for each in samples),
+            spread=spread_of([each["peak"] for each in samples]),
             samples=len(samples),
-            load=load_of(result),
         )
 
 
 def _gpu(result: Mapping[str, Any]) -> Iterable[Row]:
     """Virtual devices have rows of their own: they are not figures of a GPU."""
     for case, state in result["states"].items():
-        found = {name: _medians(samples) for name, samples in state["contenders"].items()}
+        found = {name: _known(samples) for name, samples in state["contenders"].items()}
         for meaning, (figure, _) in GPU_FIGURES.items():
-            peers = {name: each[figure] for name, each in found.items() if name in PEERS and figure in each}
+            peers = {
+                name: median(each[figure]) or 0.0 for name, each in found.items() if name in PEERS and each[figure]
+            }
             best = min(peers, key=lambda name: peers[name]) if peers else ""
             ours = "ckptkit" if "ckptkit" in found else next(iter(found))
-            if figure in found[ours]:
+            if found[ours][figure]:
                 yield Row(
                     benchmark="gpu_on_cpu" if result["platform"] == "cpu" else "gpu",
                     case=case,
                     figure=figure,
                     meaning=f"{ours}: {meaning.rpartition(',')[0]}",
-                    ours=found[ours][figure],
+                    **measured(found[ours][figure]),
                     peer=peers.get(best),
                     peer_name=best,
-                    samples=len(state["contenders"][ours][figure]),
-                    load=load_of(result),
+                    peer_spread=spread_of(found[best][figure]) if best else None,
                 )
 
 
-def _medians(samples: Mapping[str, Iterable[float | None]]) -> dict[str, float]:
+def _known(samples: Mapping[str, Iterable[float | None]]) -> dict[str, list[float]]:
+    """By figure; empty where nothing was measured."""
     known = {figure: [each for each in values if each is not None] for figure, values in samples.items()}
-    return {figure: median(values) or 0.0 for figure, values in known.items() if values}
+    return {figure: known.get(figure, []) for figure, _ in GPU_FIGURES.values()}
 
 
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {

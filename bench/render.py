@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from bench.row import Row
+from bench.row import Range, Row, Source
 from bench.rows import RESULTS, newest_results, rows_of
 
 ROOT = Path(__file__).parent.parent
@@ -19,8 +19,8 @@ README_FIGURES = {
     ("faults", "resume_s"): "From a killed process to its next training step",
     ("faults", "wrong_runs"): "Trainings with injected bit flips that ended with wrong bits",
     ("stall", "stall_ms_per_save"): "A save delays a loop whose step keeps all cores busy",
-    ("stall", "stall_idle_ms_per_save"): "A save delays a loop whose step leaves cores idle (copy for accelerators)",
-    ("stall", "stall_idle_ms_per_save.cpu"): "The same (usual copy for CPU devices)",
+    ("stall", "stall_idle_ms_per_save.device_copy"): "The same, step leaves cores idle (copied as for accelerators)",
+    ("stall", "stall_idle_ms_per_save"): "The same, step leaves cores idle (copied as usual for CPU devices)",
     ("commit", "commit_gbps"): "From `save` to the commit on the ramdisk",
     ("restore", "restore_gbps"): "Restore from the ramdisk, every byte verified",
     ("gpu", "ready_s"): "A save on a GPU or TPU blocks, state ready",
@@ -51,13 +51,19 @@ _BUSY = 3.0  # load at which a timing is only an indication
 def readme_table(rows: Sequence[Row]) -> str:
     """The rows that the README shows, in words: units in the cells, and which side is better."""
     by_figure = {(row.benchmark, row.figure): row for row in reversed(rows)}  # of several states the first
+    shown: list[Row] = []
     lines = ["| what | state | ckptkit | best of stock Orbax | torch DCP | limit | against Orbax |", f"|{'---|' * 7}"]
     for key, sentence in README_FIGURES.items():
         if row := by_figure.get(key):
-            found = (_amount(row, row.ours, ""), _amount(row, row.peer, row.peer_name), _amount(row, row.torch, ""))
-            cells = (sentence, _state_in_words(row), *found, _amount(row, row.limit, row.limit_name), _verdict(row))
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            shown.append(row)
+            found = (
+                _amount(row, row.ours, "", row.spread),
+                _amount(row, row.peer, row.peer_name, row.peer_spread),
+                _amount(row, row.torch, ""),
+                _amount(row, row.limit, row.limit_name),
+            )
+            lines.append(f"| {' | '.join((sentence, _state_in_words(row), *found, _verdict(row)))} |")
+    return "\n".join([*lines, "", _when(shown)]) + "\n"
 
 
 def _state_in_words(row: Row) -> str:
@@ -68,11 +74,19 @@ def _state_in_words(row: Row) -> str:
     return f"{_STATES.get(state, state)}, a fault every {gap}{runs}"
 
 
-def _amount(row: Row, value: float | None, contender: str) -> str:
+def _amount(row: Row, value: float | None, contender: str, spread: Range | None = None) -> str:
     if value is None:
         return "-"
-    text = f"{value:.0%}" if row.figure == "goodput" else f"{_number(row, value)} {_unit(row.figure)}".strip()
-    return f"{text} ({_CONTENDERS.get(contender, contender)})" if contender else text
+
+    def number(each: float) -> str:
+        return f"{each:.0%}" if row.figure == "goodput" else _number(row, each)
+
+    only, name = "only " * contender.startswith("only "), contender.removeprefix("only ")
+    who = f"{only}{_CONTENDERS.get(name, name)}"
+    ends = f"{number(spread[0])} to {number(spread[1])}" if spread and spread[0] != spread[1] else ""
+    notes = "; ".join(filter(None, (who, ends)))
+    text = f"{number(value)} {_unit(row.figure)}".strip()
+    return f"{text} ({notes})" if notes else text
 
 
 def _verdict(row: Row) -> str:
@@ -81,6 +95,19 @@ def _verdict(row: Row) -> str:
     more_is_better = row.figure == "goodput" or row.figure.endswith("_gbps")
     times = row.ratio if more_is_better else 1 / row.ratio
     return f"{times:.2g}x better" if times >= 1 else f"{1 / times:.2g}x worse"
+
+
+def _when(rows: Iterable[Row]) -> str:
+    """How far apart the rows of one table are in time and in commits: they are seldom from one run."""
+    sources = {row.source for row in rows}
+    days = sorted({source.day for source in sources})
+    when = " to ".join(dict.fromkeys(days[:1] + days[-1:]))
+    commits = {source.commit.rstrip("+") for source in sources if source.commit}
+    inexact = sum(not source.exact for source in sources)
+    text = f"Measured {when}; results: {len(sources)}, commits: {len(commits)}"
+    if inexact:
+        text += f", results whose commit is dirty or was not stored: {inexact}"
+    return f"{text}. [Date and commit of each row](bench/REPORT.md)."
 
 
 def with_table(readme: str, rows: Sequence[Row]) -> str:
@@ -101,34 +128,60 @@ def report(rows: Sequence[Row]) -> str:
         '`torch.distributed.checkpoint`. "Limit" is one plain copy on this machine (for `faults`: a checkpoint that '
         "costs nothing). It is 0 where the copy can run while the step computes elsewhere. Where a contender was "
         'faster than the plain copy, it is that contender, with its name. "n" is the number of samples of ckptkit. '
+        "In parentheses: the least to the greatest sample, where there are fewer than five, or where they lie further "
+        'apart than the median is large. "only" before a name: no other way of stock Orbax was measured there. The '
+        "sections are from different days and commits. "
         "Methods and negative results: "
         "[LOG.md](LOG.md).\n",
     ]
     for benchmark, group in groupby(rows, key=lambda row: row.benchmark):
         own = list(group)
-        loads = sorted({row.load for row in own if row.load is not None})
         parts.append(f"## {benchmark}\n")
-        if loads:
-            busy = ": other work ran, times are an indication" if loads[-1] >= _BUSY else ""
-            parts.append(f"Load when it began: {', '.join(f'{load:.1f}' for load in loads)}{busy}.\n")
+        parts.append(_sources(own))
         parts.append(_table((f"`{row.figure}`: {row.meaning}", row) for row in own))
         if (RESULTS / f"{benchmark}.png").exists():
             parts.append(f"![{benchmark}](results/{benchmark}.png)\n")
     return "\n".join(parts)
 
 
+def _sources(rows: Sequence[Row]) -> str:
+    """Date, commit and load of each result that a section is from, with its states where there are several."""
+    cases: dict[Source, dict[str, None]] = {}
+    for row in rows:
+        cases.setdefault(row.source, {})[row.case] = None
+    told = []
+    for source, states in cases.items():
+        busy = ": other work ran, times are an indication" if (source.load or 0.0) >= _BUSY else ""
+        of = f" ({'; '.join(states)})" if len(cases) > 1 else ""
+        told.append(f"Measured {source}{busy}{of}.")
+    return "\n".join(told if len(told) == 1 else (f"- {line}" for line in told)) + "\n"
+
+
 def _table(rows: Iterable[tuple[str, Row]]) -> str:
     lines = ["| what | state | ckptkit | stock Orbax | torch DCP | limit | ratio | n |", f"|{'---|' * 8}"]
     for label, row in rows:
-        peer, torch, limit = (
-            "-" if value is None else _number(row, value) + f" ({name})" * bool(name)
-            for value, name in ((row.peer, row.peer_name), (row.torch, ""), (row.limit, row.limit_name))
+        ours, peer, torch, limit = (
+            _cell(row, value, name, spread)
+            for value, name, spread in (
+                (row.ours, "", row.spread),
+                (row.peer, row.peer_name, row.peer_spread),
+                (row.torch, row.torch_name, None),
+                (row.limit, row.limit_name, None),
+            )
         )
         ratio = "-" if row.ratio is None else f"{row.ratio:.2g}"
         told = f"{label}, {unit}" if (unit := _unit(row.figure)) else label
-        cells = (told, row.case, _number(row, row.ours), peer, torch, limit, ratio, str(row.samples))
+        cells = (told, row.case, ours, peer, torch, limit, ratio, str(row.samples))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row, value: float | None, name: str, spread: Range | None) -> str:
+    if value is None:
+        return "-"
+    ends = f"{_number(row, spread[0])} to {_number(row, spread[1])}" if spread else ""
+    notes = "; ".join(filter(None, (name, ends)))
+    return f"{_number(row, value)} ({notes})" if notes else _number(row, value)
 
 
 def _unit(figure: str) -> str:

@@ -19,14 +19,15 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         console.width = _WIDTH
     console.print(f"[bold]bench {result['benchmark']}[/bold], {_where(result['environment'])}")
     for name, state in result["states"].items():
-        console.print(_figures(name, state, result["contenders"]))
+        forced = dict.fromkeys(who for each in state["samples"].values() for who in each if who.startswith("ckptkit_"))
+        console.print(_figures(name, state, [*result["contenders"], *forced]))
         console.print(_bars(state["ratios"]))
         for loop, found in state["details"].items():
             if isinstance(found, Mapping) and "steps_per_save" in found:
                 step_ms = median([ms for segment in found["step_ms"] for ms in segment])
-                console.print(f"loop {loop}: a save every {found['steps_per_save']} steps of {step_ms:.0f} ms")
-        for figure, strategy in state["details"].get("strategies", {}).items():
-            console.print(f"{figure} of ckptkit is that of {strategy}")
+                staged = ", ".join(f"{name} by {strategy}" for name, strategy in found.get("strategies", {}).items())
+                every = f"a save every {found['steps_per_save']} steps of {step_ms:.0f} ms"
+                console.print(f"loop {loop}: {every}; staged: {staged or 'not stored'}")
         if "arena_bytes" in state["details"]:
             console.print(f"arena: {state['details']['arena_bytes'] / 1e6:.0f} MB on the ramdisk, not counted above")
 
@@ -70,13 +71,20 @@ def _number(figure: str, value: float) -> str:
 
 def _bars(ratios: list[Mapping[str, Any]]) -> Table:
     table = Table(title="ckptkit against the bars")
-    for column in ("figure", "against", "ours", "theirs", "ratio", "bar", ""):
-        table.add_column(column, justify="left" if column in ("figure", "against", "") else "right")
+    for column in ("figure", "of", "against", "ours", "theirs", "ratio", "bar", ""):
+        table.add_column(column, justify="left" if column in ("figure", "of", "against", "") else "right")
     for each in ratios:
         ratio = "-" if each["ratio"] is None else f"{each['ratio']:.3g}"
         verdict = {True: "met", False: "[red]not met[/red]", None: "no ratio"}[each["met"]]
         ours, theirs = (_number(each["figure"], each[who]) for who in ("ours", "theirs"))
         table.add_row(
-            each["figure"], each["against"], ours, theirs, ratio, f"{each['bound']} {each['bar']:.3g}", verdict
+            each["figure"],
+            each["contender"],
+            each["against"],
+            ours,
+            theirs,
+            ratio,
+            f"{each['bound']} {each['bar']:.3g}",
+            verdict,
         )
     return table

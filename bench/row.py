@@ -1,12 +1,43 @@
-"""One row of the table of results."""
+"""One row of the table of results, and the result that it is from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 PEERS = ("orbax_async", "orbax_tuned", "orbax_v1", "orbax_sync")
+ENOUGH = 5  # samples: with fewer, a row shows their range
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """When, at which commit (`+`: files differed from it) and at which load of the machine a result began."""
+
+    day: str = ""
+    commit: str = ""
+    load: float | None = None
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> Source:
+        """What the result stores of it: the oldest ones store less."""
+        where = result.get("environment", {})
+        load = where.get("load")
+        return cls(day=where.get("at", "")[:10], commit=where.get("commit") or "", load=load[0] if load else None)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the commit is the code that was measured."""
+        return bool(self.commit) and not self.commit.endswith("+")
+
+    def __str__(self) -> str:
+        """In words, as the report has it."""
+        commit = f"at {self.commit.rstrip('+')}" if self.commit else "at a commit that was not stored"
+        changed = "" if self.exact or not self.commit else ", dirty (with changes that are in no commit)"
+        return f"{self.day} {commit}{changed}{'' if self.load is None else f', load {self.load:.1f}'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +52,16 @@ class Row:
     figure: str
     meaning: str
     ours: float
+    spread: Range | None = None  # of our samples, where one median says too little
     peer: float | None = None
     peer_name: str = ""
+    peer_spread: Range | None = None
     torch: float | None = None
+    torch_name: str = ""  # of the better one where there are several
     limit: float | None = None
     limit_name: str = ""
     samples: int = 1
-    load: float | None = None  # of the machine, when it began
+    source: Source = field(default_factory=Source)
 
     @property
     def ratio(self) -> float | None:
@@ -35,7 +69,14 @@ class Row:
         return self.ours / self.peer if self.peer is not None and self.peer > 0 and self.ours >= 0 else None
 
 
-def load_of(result: Mapping[str, Any]) -> float | None:
-    """The load of the machine when the benchmark began; None where it was not stored."""
-    load = result.get("environment", {}).get("load")
-    return load[0] if load else None
+def spread_of(samples: Sequence[float]) -> Range | None:
+    """The range of samples that are few, or that lie further apart than their median is large; None for others."""
+    if len(samples) < 2:
+        return None
+    least, most = min(samples), max(samples)
+    return (least, most) if len(samples) < ENOUGH or most - least > abs(median(samples)) else None
+
+
+def measured(samples: Sequence[float]) -> dict[str, Any]:
+    """The fields of a row that follow from our samples."""
+    return {"ours": median(samples), "spread": spread_of(samples), "samples": len(samples)}

@@ -3,7 +3,6 @@ alternating."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,8 +24,8 @@ _TINY_SCALE = 0.2  # below it, a run tests the benchmark and not the machine: id
 def measure(run: Run) -> Measured:
     """`stall_ms_per_save`, `stall_idle_ms_per_save` and `blocking_ms` of the case.
 
-    ckptkit takes part with its automatic strategy and with those of the bars by name: blocking time is that of
-    `device_copy`, the default on accelerators that have room; the stall of `idle_host` is that of the best strategy.
+    ckptkit takes part as it stages by itself (`ckptkit`), and once more with each strategy that accelerators have, as a
+    contender with the strategy's name (`ckptkit_device_copy`). Nothing is chosen after it was measured.
     """
     recorder = Recorder()
     compute = ComputeLoop(run.case.step, run.case.make())
@@ -37,24 +36,7 @@ def measure(run: Run) -> Measured:
         if run.scale < _TINY_SCALE:
             idle.steps, idle.sleep_s = 3, 0.05
         run_loop(run, idle, _with(contenders, "alias", "device_copy"), limit, recorder, details)
-    if "ckptkit" in run.contenders:
-        name_strategies(recorder, details)
     return Measured(samples=recorder.samples, details=details)
-
-
-def name_strategies(recorder: Recorder, details: dict[str, Any]) -> None:
-    """Stores under `ckptkit` the figures of the bars; the results of every strategy stay next to it, `auto`
-    included."""
-    strategies = {"auto": "ckptkit", "device_copy": "ckptkit_device_copy", "alias": "ckptkit_alias"}
-    for figure in (*_BLOCKING.values(), *_STALL.values()):
-        by_name = recorder.samples[figure]
-        by_name["ckptkit_auto"] = by_name["ckptkit"]
-    for figure in _BLOCKING.values():
-        recorder.samples[figure]["ckptkit"] = recorder.samples[figure]["ckptkit_device_copy"]
-    idle = recorder.samples[_STALL["idle_host"]]
-    best = min(strategies, key=lambda strategy: statistics.median(idle[strategies[strategy]]))
-    idle["ckptkit"] = idle[strategies[best]]
-    details["strategies"] = {**dict.fromkeys(_BLOCKING.values(), "device_copy"), _STALL["idle_host"]: best}
 
 
 def run_loop(
@@ -68,6 +50,7 @@ def run_loop(
     """All rounds of one loop: without a save, with a save of each contender, and the floor of one plain copy."""
     base: list[Segment] = []
     saves: dict[str, list[Segment]] = {contender.name: [] for contender in contenders}
+    strategies: dict[str, str] = {}
     first = _FIRST_STEPS[loop.name]
     for number in run.rounds(loop.name, warm_up=isinstance(loop, ComputeLoop)):
         settle()
@@ -81,12 +64,14 @@ def run_loop(
                 saves[contender.name].append(loop.segment(contender, step))
             elif isinstance(loop, ComputeLoop):
                 prove(run, loop, contender, step)
+            if isinstance(contender, CkptKit | StagedBy):
+                strategies[contender.name] = contender.strategy
             contender.forget(step)
         if run.limited and number:
             measure_floor(loop, limit, recorder)
     base.append(loop.segment())
     record(loop, base, saves, recorder)
-    details[loop.name] = described(loop, base, saves)
+    details[loop.name] = described(loop, base, saves) | {"strategies": strategies}
 
 
 def prove(run: Run, loop: ComputeLoop, contender: Contender, step: int) -> None:

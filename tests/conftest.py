@@ -27,6 +27,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from ckptkit.store.remote import forget_listings
+from tests import skips
 from tests.mounts import Mounts
 
 if TYPE_CHECKING:
@@ -44,11 +45,10 @@ if not IS_WORKER:
     os.environ[COMPILED] = tempfile.mkdtemp(prefix="ckptkit-tests-compiled-")
 jax.config.update("jax_compilation_cache_dir", os.environ[COMPILED])
 
-# Set by `.ci/run` where `make setup-system` and `make setup-cluster` succeeded.
-TOOLS_ARE_THERE = "CKPTKIT_TOOLS_ARE_THERE"
-# Set by the make targets that install an extra and run its tests.
-PACKAGES_ARE_THERE = "CKPTKIT_PACKAGES_ARE_THERE"
-_MISSING = {TOOLS_ARE_THERE: ("make setup-",), PACKAGES_ARE_THERE: ("could not import", "pip install")}
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Also where `-o addopts=` is given."""
+    config.pluginmanager.register(skips)
 
 
 def _last_lines(text: str, lines: int = 40, columns: int = 300) -> str:
@@ -58,16 +58,9 @@ def _last_lines(text: str, lines: int = 40, columns: int = 300) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """A test that is skipped because a tool or a package is missing fails where they were installed.
-
-    Nobody reads that it was skipped. The last lines of a test's log are shown.
-    """
+    """Shows the last lines of a test's log."""
     report = yield
     report.sections = [(name, _last_lines(text)) for name, text in report.sections]
-    if report.skipped:
-        for name, reasons in _MISSING.items():
-            if os.environ.get(name) and any(reason in str(report.longrepr) for reason in reasons):
-                report.outcome, report.longrepr = "failed", f"{name} is set, but: {report.longrepr}"
     return report
 
 

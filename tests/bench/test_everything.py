@@ -37,6 +37,13 @@ def test_every_campaign_entry_has_valid_arguments(entry: everything.Entry) -> No
     command.make_context("bench", [*words, "--json", "never.json"])
 
 
+def test_faults_are_measured_with_both_ways_of_stock_orbax() -> None:
+    """The faster way could be left out, and the ratio would be over the slower one."""
+    (entry,) = (entry for entry in everything.ENTRIES if entry.name == "faults")
+    made = commands._CAMPAIGNS["faults"].make_context("bench", [*entry.words, "--json", "never.json"])
+    assert set(made.params["asked"]) == {"ckptkit", "orbax", "orbax-sync"}
+
+
 def test_skipped_and_failed_benchmarks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A campaign begun with too little time ends with nothing; one that failed must not look done."""
     ran: list[tuple[str, tuple[str, ...]]] = []

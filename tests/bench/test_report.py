@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from click.testing import CliRunner
 
 from bench.everything import ENTRIES, SMALL, run_all
 from bench.everything import main as everything
+from bench.figures import STRATEGIES
 from bench.render import BEGIN, END, README_FIGURES, readme_table, report, with_table
-from bench.row import Row
+from bench.row import Row, Source, spread_of
 from bench.rows import newest_results, rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -84,18 +87,86 @@ def test_report_uses_the_best_peer_mode_and_newest_result(tmp_path: Path) -> Non
     assert (slow.peer_name, slow.ratio) == ("orbax_async", None), "of a cost the least is best; below zero is noise"
 
 
+def test_rows_that_the_newest_result_dropped_are_not_shown() -> None:
+    """A figure that is no longer measured would stay for ever, next to newer ones that contradict it."""
+    peers = {"orbax_async": [1.0]}
+    old = compared([184.0], peers, "blocking_ms.ready", "2026-01-01")
+    old["states"]["many@1"] = old["states"]["125m@1"]
+    new = compared([10.0], peers, "commit_gbps", "2026-01-02")
+    assert [(row.case, row.figure, row.source.day) for row in rows_of([old, new])] == [
+        ("125m@1", "commit_gbps", "2026-01-02"),
+        ("many@1", "blocking_ms.ready", "2026-01-01"),
+    ], "a state that the newest result does not have keeps its row, with its date"
+
+
+def test_each_strategy_has_a_row_of_its_own_name() -> None:
+    """The best of several strategies, chosen after the measurement, would be shown as the default one."""
+    by_name = {"orbax_v1": [70.0], "limit": [147.0], "ckptkit_device_copy": [48.0], "ckptkit_alias": [11.0]}
+    result = compared([91.0], by_name, "stall_idle_ms_per_save", "x")
+    shown = {row.figure: (row.ours, row.ratio) for row in rows_of([result])}
+    assert shown == {
+        "stall_idle_ms_per_save": (91.0, pytest.approx(91 / 70)),
+        "stall_idle_ms_per_save.device_copy": (48.0, pytest.approx(48 / 70)),
+        "stall_idle_ms_per_save.alias": (11.0, pytest.approx(11 / 70)),
+    }
+    before = compared([11.0], {**by_name, "ckptkit_auto": [91.0]}, "stall_idle_ms_per_save", "x")
+    assert {row.figure: row.ours for row in rows_of([before])} == {figure: ours for figure, (ours, _) in shown.items()}
+    staged = {"ckptkit": "slot_copy", "ckptkit_alias": "alias", "ckptkit_device_copy": "alias"}
+    result["states"]["125m@1"]["details"] = {"idle_host": {"strategies": staged}}
+    with pytest.raises(ValueError, match="a save of ckptkit_device_copy was staged by alias"):
+        rows_of([result])
+
+
+def test_stored_rows_of_stall_are_of_the_strategy_in_their_label() -> None:
+    """README called `alias` what accelerators do by default, which is `device_copy`."""
+    results = [result for result in newest_results() if result["benchmark"] == "stall"]
+    states = results[-1]["states"]
+    rows = [row for row in rows_of(results) if row.source == Source.of(results[-1])]
+    assert {row.figure for row in rows} >= {"stall_ms_per_save", "stall_idle_ms_per_save.device_copy"}
+    for row in rows:
+        figure, _, strategy = row.figure.rpartition(".")
+        by_name = states[row.case]["samples"][figure if strategy in STRATEGIES else row.figure]
+        by_itself = by_name.get("ckptkit_auto", by_name["ckptkit"])
+        assert row.ours == median(by_name[f"ckptkit_{strategy}"] if strategy in STRATEGIES else by_itself)
+        label = README_FIGURES.get(("stall", row.figure), "")
+        assert ("accelerators" in label) == (strategy == "device_copy" and bool(label)), label
+        assert ("accelerators" in row.meaning) == (strategy == "device_copy"), row.meaning
+
+
+def test_few_or_scattered_samples_are_shown_with_their_range() -> None:
+    """A median of three runs, or of 5 that lie between -41 and 524, would look like a firm figure."""
+    assert spread_of([1.0, 2.0, 3.0]) == (1.0, 3.0)
+    assert spread_of([89.0, -41.0, 393.0, 524.0, 323.0]) == (-41.0, 524.0)
+    assert spread_of([10.0, 10.5, 11.0, 11.5, 12.0]) is None
+    peers = {"orbax_async": [20.0, 21.0, 25.0]}
+    (row,) = rows_of([compared([4.0, 6.0], peers, "stall_ms_per_save", "x")])
+    assert "| 5 (4 to 6) | 21 (orbax_async; 20 to 25) |" in report([row])
+    for row in rows_of(newest_results()):
+        if row.benchmark in ("faults", "stall", "commit", "restore", "convert") and not row.figure.endswith("_runs"):
+            assert row.spread or row.samples >= 5, row
+
+
+def test_date_and_commit_of_each_section_are_shown() -> None:
+    """A table of several days and commits would be read as one run."""
+    old = compared([1.0], {}, "commit_gbps", "2026-01-01T00:00:00Z")
+    new = compared([2.0], {}, "commit_gbps", "2026-01-03T00:00:00Z")
+    old["states"] = {"one@1": old["states"]["125m@1"]}
+    new["environment"]["commit"] = "abc1234+"
+    shown = rows_of([old, new])
+    assert "- Measured 2026-01-01 at a commit that was not stored, load 0.5 (one@1).\n" in report(shown)
+    assert "- Measured 2026-01-03 at abc1234, dirty (with changes that are in no commit), load 0.5" in report(shown)
+    caption = readme_table([*shown[:1], replace(shown[1], figure="cpu_s_per_gb")])
+    assert "Measured 2026-01-01 to 2026-01-03; results: 2, commits: 1, results whose commit is dirty or" in caption
+
+
 def test_torch_has_a_column_and_limits_are_never_beaten() -> None:
     """A reader would miss the widest-used peer, or see a save that is faster than what is called possible."""
-    by_name = {"orbax_v1": [70.0], "torch_dcp": [2476.0], "limit": [147.0], "ckptkit_auto": [240.0]}
-    result = compared([7.0], by_name, "stall_idle_ms_per_save", "x")
-    result["states"]["125m@1"]["details"] = {"strategies": {"stall_idle_ms_per_save": "device_copy"}}
-    staged, default = rows_of([result])
-    assert (staged.ours, staged.torch, staged.limit, staged.limit_name) == (7.0, 2476.0, 0.0, "")
-    assert (default.figure, default.ours, default.ratio) == (
-        "stall_idle_ms_per_save.cpu",
-        240.0,
-        pytest.approx(240 / 70),
-    )
+    peers = {"orbax_v1": [70.0], "torch_dcp": [2476.0], "limit": [147.0]}
+    (row,) = rows_of([compared([7.0], peers, "stall_idle_ms_per_save", "x")])
+    assert (row.ours, row.torch, row.limit, row.limit_name) == (7.0, 2476.0, 0.0, "")
+    peers["torch_checkpointing"] = [60.0]
+    (row,) = rows_of([compared([7.0], peers, "stall_idle_ms_per_save", "x")])
+    assert (row.torch, row.torch_name) == (60.0, "torch_checkpointing"), "the better one of two"
     (beaten,) = rows_of([compared([12.0], {"torch_dcp": [3.0], "limit": [11.0]}, "ssd_commit_gbps", "x")])
     assert (beaten.limit, beaten.limit_name) == (12.0, "ckptkit")
     assert "| 12 | - | 3 | 12 (ckptkit) | - | 1 |" in report([beaten])
@@ -109,7 +180,7 @@ def test_torch_has_a_column_and_limits_are_never_beaten() -> None:
 def test_readme_has_figures_at_which_ckptkit_loses() -> None:
     """A table of wins alone would not be believed, and rightly so."""
     lost = {(row.benchmark, row.figure) for row in rows_of(newest_results()) if row.ratio is not None and row.ratio > 1}
-    assert ("stall", "stall_idle_ms_per_save.cpu") in lost & set(README_FIGURES)
+    assert ("stall", "stall_idle_ms_per_save") in lost & set(README_FIGURES)
 
 
 def test_every_kind_of_result_has_rows() -> None:
@@ -131,6 +202,11 @@ def test_every_kind_of_result_has_rows() -> None:
                 },
                 "against": {"gap_closed": spread},
             },
+            "runs": [
+                {"contender": "ckptkit", "disruptions": 6, "resumes": 5},
+                {"contender": "ckptkit", "disruptions": 2},
+                {"contender": "orbax", "disruptions": 9},
+            ],
         },
         {"benchmark": "crashpoints", "full": True, "violations": [], "rows": {"ram save": {"points": 7}}},
         {"benchmark": "gather", "processes": 100, "repeats": 2, "gather_s": 0.1},
@@ -138,6 +214,10 @@ def test_every_kind_of_result_has_rows() -> None:
     rows = {(row.benchmark, row.figure): row for row in rows_of(results)}
     goodput = rows["faults", "goodput"]
     assert (goodput.peer_name, goodput.limit, goodput.samples) == ("orbax-sync", 0.9, 3)
+    assert (goodput.spread, goodput.peer_spread) == ((0.4, 0.6), (0.4, 0.6))
+    assert rows["faults", "resume_s"].samples == 7, "losses, not runs"
+    del results[0]["summary"]["contenders"]["orbax"]
+    assert rows_of(results[:1])[0].peer_name == "only orbax-sync", "the other way may be faster"
     assert rows["faults", "gap_closed"].ours == 0.5
     assert rows["crashpoints", "violations"].samples == 7
     assert "| 7 |" in report(list(rows.values()))

@@ -71,10 +71,10 @@ def test_cells_of_tables_are_short() -> None:
         assert not long, (page.name, long)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_site_builds_with_docstrings(tmp_path: Path) -> None:
     """`make docs` would fail, or give an empty reference."""
-    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: make docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,60 @@
+"""A plugin of pytest: in CI a skipped test fails, unless another make target runs it. Nobody reads of skipped tests.
+
+`.ci/run` sets CKPTKIT_CI, the Makefile names the running target in CKPTKIT_TARGET.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import pytest
+
+CI, TARGET, WITHOUT_SYSTEM = "CKPTKIT_CI", "CKPTKIT_TARGET", "CKPTKIT_CI_WITHOUT_SYSTEM"
+
+# A part of the reason of a skip, and the target that runs the test: what `make setup` does not install.
+_TELEMETRY = {"'prometheus_client'": "test-telemetry", "pip install '.[telemetry-test]'": "test-telemetry"}
+LEFT_TO: Mapping[str, Mapping[str, str]] = {
+    "test": {
+        **_TELEMETRY,
+        "could not import 'torch'": "test-others",
+        "could not import 's3fs'": "test-s3",
+        "could not import 'botocore": "test-s3",
+        "is not installed: make strangers": "strangers-ci",  # one of nine public trainers: `make strangers` has all
+    },
+    "test-long": {**_TELEMETRY, "is not installed: make strangers": "strangers-ci"},
+}
+# Combinations that do not exist, whatever is installed.
+MEANINGLESS = ("this store has no generations", "this client cannot ask for it", "nothing guards there")
+# What CKPTKIT_CI_WITHOUT_SYSTEM=1 lets go: Debian's packages, and a root user who may mount.
+SYSTEM = ("make setup-", "needs root", "only root can", "no FUSE file system", "cannot be done here", "no direct I/O")
+
+
+def accepted(reason: str, environ: Mapping[str, str]) -> bool:
+    """Whether a test may be skipped for `reason`."""
+    if not environ.get(CI):
+        return True
+    parts = [*MEANINGLESS, *LEFT_TO.get(environ.get(TARGET, ""), {}), *(SYSTEM if environ.get(WITHOUT_SYSTEM) else ())]
+    return any(part in reason for part in parts)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """A test that skips itself, or that a mark skips. A test that fails as expected is not skipped."""
+    report = yield
+    return report if hasattr(report, "wasxfail") else _judged(report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    """A whole module that skips itself."""
+    return _judged((yield))
+
+
+def _judged(report: Any) -> Any:
+    if report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not accepted(reason, os.environ):
+            report.outcome, report.longrepr = "failed", f"{CI} is set, and no other target runs this: {reason}"
+    return report
