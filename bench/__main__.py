@@ -8,7 +8,7 @@ intervals on recorded failures), `simulate` (how long a simulation takes), `conv
 budget), `exporters` (the cost of live metrics and traces), `gpu` (staging strategies on accelerators), `herd` (a
 thousand hosts that restore from a bucket at once), `hosts` (a spare takes the place of a lost host), `inspect` (100,000
 leaves), `leaf` (one replicated leaf, written by all of its holders), `unchanged` (an adapter on a frozen base). `all`
-runs everything but `exporters`, `gpu` and `herd`, and renders `bench/REPORT.md`, `report` again.
+runs everything but `exporters` and `gpu`, and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations
