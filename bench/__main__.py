@@ -20,7 +20,7 @@ Others have options of their own:
 - `exporters`: the cost of live metrics and traces
 - `gpu`: staging strategies on accelerators
 
-`all` runs everything but `exporters`, `gpu` and `herd`, and renders `bench/REPORT.md`; `report` renders it again.
+`all` runs everything but `exporters` and `gpu`, and renders `bench/REPORT.md`; `report` renders it again.
 """
 
 from __future__ import annotations

@@ -182,5 +182,8 @@ def main(
         }
         for name, herd in found.items():
             print(f"  {name}: " + ", ".join(f"{field} {value}" for field, value in asdict(herd).items()))
-        result["sidecars"][kind] = {"requests_of_each": each, **{name: asdict(herd) for name, herd in found.items()}}
+        result["sidecars"][kind] = {
+            "requests_of_each": each,
+            "cases": {name: asdict(herd) for name, herd in found.items()},
+        }
     store_result(result, json_path)

@@ -156,6 +156,35 @@ def _unchanged(result: Mapping[str, Any]) -> Iterable[Row]:
             )
 
 
+def _leaf(result: Mapping[str, Any]) -> Iterable[Row]:
+    for place, found in result["places"].items():
+        for figure, meaning, value in (
+            ("times", "durable commit by all holders, of the time of process 0 alone", found["times"]),
+            ("most_bytes", "bytes of it that one process wrote, at most", found["most_bytes_of_a_process"]),
+        ):
+            yield Row(
+                benchmark="leaf",
+                case=f"one replicated leaf of {result['megabytes']:g} MB, {result['processes']} processes, {place}",
+                figure=figure,
+                meaning=meaning,
+                ours=value,
+                samples=len(found["all"]["s"]),
+                load=load_of(result),
+            )
+
+
+def _herd(result: Mapping[str, Any]) -> Iterable[Row]:
+    for kind, simulated in result["sidecars"].items():
+        for limits, found in simulated["cases"].items():
+            yield Row(
+                benchmark="herd",
+                case=f"{result['hosts']} hosts, sidecars {kind}, limits: {limits}",
+                figure="last_restore_s",
+                meaning="end of the last restore, simulated",
+                ours=found["last_restore_s"],
+            )
+
+
 def _crashpoints(result: Mapping[str, Any]) -> Iterable[Row]:
     yield Row(
         benchmark="crashpoints",
@@ -367,6 +396,8 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "kill": _kill,
     "hosts": _hosts,
     "unchanged": _unchanged,
+    "leaf": _leaf,
+    "herd": _herd,
     "proof": _proof,
     "gather": _gather,
     "broadcast": _broadcast,

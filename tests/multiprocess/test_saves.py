@@ -172,7 +172,8 @@ def test_share_of_one_process_is_repaired_from_its_slot(job: tuple[Path, int, st
     assert scrubbed(job[0], process, repair=False) == [(2, "durable", "repair", False)]
     assert scrubbed(job[0], process) == [(2, "durable", "repair", True)]
     assert {proof.state for proof in ckptkit.verify(str(job[0] / "gate")).steps} == {"proven"}
-    assert sorted(path.name for path in (item / "_ckptkit").iterdir()) == ["process-0.json", "process-1.json"]
+    names = ["joined.jsonl.z", "process-0.json", "process-1.json"]
+    assert sorted(path.name for path in (item / "_ckptkit").iterdir()) == names
     with ocp.CheckpointManager(job[0] / "gate") as manager:
         found = manager.restore(2, args=ocp.args.StandardRestore(make_abstract()))  # pyright: ignore[reportCallIssue]
     assert same_here(found, make_state(2))
