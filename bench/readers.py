@@ -341,6 +341,8 @@ def _gpu(result: Mapping[str, Any]) -> Iterable[Row]:
     """Virtual devices have rows of their own: their figures say nothing of a GPU."""
     for case, state in result["states"].items():
         found = {name: _medians(samples) for name, samples in state["contenders"].items()}
+        if not found:
+            continue
         for meaning, (figure, _) in GPU_FIGURES.items():
             peers = {name: each[figure] for name, each in found.items() if name in PEERS and figure in each}
             best = min(peers, key=lambda name: peers[name]) if peers else ""
