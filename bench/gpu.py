@@ -26,7 +26,7 @@ from bench.rows import rows_of
 _ROOT = Path(__file__).parent.parent
 _CONTENDERS = (*OURS, *PEERS)
 _END_S = 5.0  # for the tables and the picture
-_COLUMNS = 4  # of a table, which then fits a terminal
+_COLUMNS = 3  # of a table, which then fits a terminal
 
 
 @click.command()
