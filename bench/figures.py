@@ -47,12 +47,13 @@ GPU_FIGURES = {
     "save blocks, state ready, ms": ("ready_s", 1e3),
     "save blocks, step in flight, ms": ("in_flight_s", 1e3),
     "step, ms": ("step_s", 1e3),
-    "step after a save, ms": ("step_after_save_s", 1e3),
+    "lost by a save and its steps, ms": ("loss_s", 1e3),
+    "step after a save, longer by, ms": ("inflation_s", 1e3),
     "committed to the ramdisk, s": ("committed_s", 1.0),
     "restore, s": ("restore_s", 1.0),
     "compiled in the first save, s": ("first_compiled_s", 1.0),
     "host memory above, GB": ("host_bytes", 1e-9),
-    "peak of a device so far, GB": ("device_peak_bytes", 1e-9),
+    "device memory above that of steps, GB": ("device_extra_bytes", 1e-9),
 }
 
 KEYS = tuple(dict.fromkeys(figure.partition(".")[0] for figure in FIGURES))

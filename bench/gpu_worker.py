@@ -1,13 +1,18 @@
-"""One state on the devices of one platform, in a process of its own: every contender's saves, restores and memory."""
+"""One contender and one state on the devices of one platform, in a process of its own: saves, restores and memory.
+
+The peak of a device's memory cannot be reset, so contenders that share a process cannot be told apart by it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any, final
 
 import jax
@@ -20,8 +25,14 @@ from bench.contenders_ours import CkptKit
 from bench.contenders_theirs import OrbaxManager, OrbaxV1
 from bench.measure import PeakMemory, now_s, settle
 
-OURS = {"ckptkit": "auto", "ckptkit_device_copy": "device_copy", "ckptkit_pinned_host": "pinned_host"}
+OURS = {
+    "ckptkit": "auto",
+    "ckptkit_device_copy": "device_copy",
+    "ckptkit_pinned_host": "pinned_host",
+    "ckptkit_block": "block",
+}
 PEERS = ("orbax_async", "orbax_v1", "orbax_sync")
+LIMITS = "limits"  # of the machine, instead of a contender
 STEPS_AFTER = 8  # whose times are compared with those before the save
 _STEP_S = 0.2
 _ON_CPU = (0.01, 128)  # virtual devices: these are not figures of a GPU, so no time is spent on them
@@ -39,11 +50,16 @@ def make_state(size_bytes: int, weights: str) -> dict[str, Any]:
     layer_bytes = per_parameter * (sum(high * wide for high, wide in shapes.values()) + 2 * width)
     layers = max(1, size_bytes // layer_bytes)
 
-    def leaf(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
+    @cache  # a program for each shape, not for each leaf
+    def maker(shape: tuple[int, ...], dtype: Any) -> Callable[[int], Any]:
         sharding = rows if shape[0] % jax.local_device_count() == 0 else whole
         return jax.jit(
-            lambda: jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype), out_shardings=sharding
-        )()
+            lambda seed: jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype),
+            out_shardings=sharding,
+        )
+
+    def leaf(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
+        return maker(shape, dtype)(seed)
 
     def tree(dtype: Any) -> dict[str, Any]:
         return {
@@ -123,9 +139,15 @@ def device_peak_bytes() -> int | None:
     return max((each.get("peak_bytes_in_use", 0) for each in stats), default=0) if all(stats) else None
 
 
-def measure(who: Contender, state: Any, step: Callable[[Any], Any], repeats: int) -> tuple[dict[str, Any], Any]:
-    """Every sample of one contender, and the state after the last step: `state` was donated."""
+def measure(
+    who: Contender, state: Any, step: Callable[[Any], Any], repeats: int, ends_s: float
+) -> Iterator[dict[str, Any]]:
+    """Every sample of one contender so far, before and after each restore: `repeats` turns after the first, or as many
+    as begin before `ends_s`. `state` is donated."""
     samples: dict[str, list[Any]] = {}
+    settle()
+    state = jax.block_until_ready(step(step(state)))  # compiled, and the peak of the device is that of steps
+    base_bytes = device_peak_bytes()
 
     def note(name: str, value: Any) -> None:
         samples.setdefault(name, []).append(value)
@@ -133,12 +155,17 @@ def measure(who: Contender, state: Any, step: Callable[[Any], Any], repeats: int
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
     number = 0
     for turn in range(repeats + 1):  # the first one is reported apart: it makes slots, and compiles where anything does
+        if turn and now_s() > ends_s:
+            return
         where = "first_" if turn == 0 else ""
         settle()
+        before_s: list[float] = []
         for _ in range(STEPS_AFTER):
             began_s = now_s()
             state = jax.block_until_ready(step(state))
-            note("step_s", now_s() - began_s)
+            before_s.append(now_s() - began_s)
+        samples.setdefault("step_s", []).extend(before_s)
+        usual_s = median(before_s)
         with ExitStack() as watched:
             peak = watched.enter_context(PeakMemory())
             compiled = watched.enter_context(compilations())
@@ -148,12 +175,13 @@ def measure(who: Contender, state: Any, step: Callable[[Any], Any], repeats: int
             for _ in range(STEPS_AFTER):
                 stepped_s = now_s()
                 state = jax.block_until_ready(step(state))
-                note("step_after_save_s", now_s() - stepped_s)
+                note(f"{where}step_after_save_s", now_s() - stepped_s)
+                note(f"{where}inflation_s", now_s() - stepped_s - usual_s)
+            note(f"{where}loss_s", now_s() - began_s - STEPS_AFTER * usual_s)
             note(f"{where}committed_s", who.committed_s() - began_s)
             who.settled()
         note(f"{where}compiled_s", sum(compiled))
         note("host_bytes", peak.extra_bytes)
-        note("device_peak_bytes", device_peak_bytes())
         number += 1
         state = step(state)  # in flight
         began_s = now_s()
@@ -163,14 +191,17 @@ def measure(who: Contender, state: Any, step: Callable[[Any], Any], repeats: int
         note(f"{where}in_flight_step_s", now_s() - began_s)
         who.committed_s()
         who.settled()
-        if turn:
-            began_s = now_s()
-            jax.block_until_ready(who.restore(number, abstract))
-            note("restore_s", now_s() - began_s)
+        if turn == 0 and base_bytes is not None:  # of saves alone: a restore raises the peak
+            note("device_extra_bytes", (device_peak_bytes() or 0) - base_bytes)
+        yield samples
+        state = None  # there may not be room for two
+        began_s = now_s()
+        state = jax.block_until_ready(who.restore(number, abstract))
+        note(f"{where}restore_s", now_s() - began_s)
         for each in (number - 1, number):
             who.forget(each)
         number += 1
-    return samples, state
+        yield samples
 
 
 def limits(repeats: int, size_bytes: int) -> dict[str, list[float]]:
@@ -202,16 +233,35 @@ def limits(repeats: int, size_bytes: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Prints the samples as one line of JSON."""
+    """Prints the samples so far as a line of JSON, again and again: if this process is ended, the last line counts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--contenders", required=True)
+    parser.add_argument("--contender", required=True)
     parser.add_argument("--ramdisk", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     given = parser.parse_args()
     ends_s = now_s() + given.seconds
+    logging.getLogger("ckptkit").setLevel(logging.ERROR)  # warns of a durable tier in memory, which is not used
+    if given.contender == LIMITS:
+        _tell(_limits(given))
+        return
+    on_cpu = jax.local_devices()[0].platform == "cpu"
+    step, _ = make_step(*(_ON_CPU if on_cpu else (_STEP_S, _SQUARE)))
+    who = contender(given.contender, given.ramdisk / given.contender)
+    try:
+        for samples in measure(who, make_state(given.bytes, given.weights), step, given.repeats, ends_s):
+            _tell(samples)
+    finally:
+        who.close()
+
+
+def _tell(found: dict[str, Any]) -> None:
+    print("\n" + json.dumps(found), flush=True)  # on a line of its own: libraries print too
+
+
+def _limits(given: argparse.Namespace) -> dict[str, Any]:
     device = jax.local_devices()[0]
     found: dict[str, Any] = {
         "device": {
@@ -222,25 +272,12 @@ def main() -> None:
             "memory_stats": dict(device.memory_stats() or {}),
         },
         "limits": limits(given.repeats, min(_LARGE_BYTES, given.bytes // 2)),
-        "contenders": {},
-        "skipped": [],
     }
-    step, _ = make_step(*(_ON_CPU if device.platform == "cpu" else (_STEP_S, _SQUARE)))
-    state = jax.block_until_ready(make_state(given.bytes, given.weights))
-    found["state_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    state = jax.eval_shape(partial(make_state, given.bytes, given.weights))
+    found["state_bytes"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     found["leaves"] = len(jax.tree.leaves(state))
-    state = jax.block_until_ready(step(state))  # compiled now
     found["empty_save_s"] = _empty_saves(given.ramdisk / "empty", given.repeats)
-    for name in given.contenders.split(","):
-        if now_s() > ends_s:
-            found["skipped"].append(name)
-            continue
-        who = contender(name, given.ramdisk / name)
-        try:
-            found["contenders"][name], state = measure(who, state, step, given.repeats)
-        finally:
-            who.close()
-    print("\n" + json.dumps(found))  # on a line of its own: libraries print too
+    return found
 
 
 def _empty_saves(root: Path, repeats: int) -> list[float]:

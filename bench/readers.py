@@ -364,6 +364,8 @@ def _gpu(result: Mapping[str, Any]) -> Iterable[Row]:
     """Virtual devices have rows of their own: they are not figures of a GPU."""
     for case, state in result["states"].items():
         found = {name: _known(samples) for name, samples in state["contenders"].items()}
+        if not found:
+            continue
         for meaning, (figure, _) in GPU_FIGURES.items():
             peers = {
                 name: median(each[figure]) or 0.0 for name, each in found.items() if name in PEERS and each[figure]
