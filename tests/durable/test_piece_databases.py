@@ -149,11 +149,12 @@ def test_several_processes_write_the_forecast_files(server: BucketServer, count:
     box = BoxRecord(box=Box.whole((1000,)), offset=-1, digests=())
     leaves = [dataclasses.replace(leaf_of(name, *each), boxes=(box,)) for name, each in arrays.items()]
     several, one = (forecast({"default": leaves}, SMALL, remote=True, processes=each) for each in (3, 1))
-    small_files = 2 + 3 + 2 * 3  # of the step, of the item, of each process
+    small_files = 2 + 4 + 2 * 3  # of the step, of the item, of each process
+    sidecars_read = 3  # to be joined
     time.sleep(0.3)  # a request is logged a moment after its answer was sent
     made = {entry.name for entry in server.log.entries() if entry.kind is Kind.WRITE}
     assert len(made) == several.files - small_files
-    assert len(server.log.entries()) == several.requests - (one.requests - one.files) - small_files
+    assert len(server.log.entries()) == several.requests - (one.requests - one.files) - small_files - sidecars_read
 
 
 def test_stream_without_cells_writes_no_database(server: BucketServer) -> None:

@@ -70,8 +70,8 @@ def forecast(
     """
     parts = [_Item.of(leaves, profile, processes, unchanged) for leaves in items.values()]
     files = _STEP_FILES + _JSON_FILES * json_items + sum(part.files(processes) for part in parts)
-    # Of each process the manifest is looked for, and the tree read.
-    merged = (processes > 1) * sum(processes + part.databases for part in parts)
+    # Of each process the manifest is looked for, the tree read, and the sidecar.
+    merged = (processes > 1) * sum(2 * processes + part.databases for part in parts)
     return SaveForecast(
         leaves=sum(part.leaves for part in parts),
         pieces=sum(part.pieces for part in parts),
@@ -120,7 +120,8 @@ class _Item:
 
     def files(self, processes: int) -> int:
         """Files of the item."""
-        joined = self.databases + 1 if processes > 1 else 0  # each process's manifest, and the tree that joins them
+        # Each process's manifest; the tree that joins them, and the joined sidecars.
+        joined = self.databases + 2 if processes > 1 else 0
         return _ITEM_FILES + _PROCESS_FILES * processes + self.data_files + self.records + joined
 
 
