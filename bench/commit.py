@@ -66,7 +66,7 @@ def one_save(run: Run, contender: Contender, state: Tree, step: int) -> dict[str
         committed_s = contender.committed_s() - start_s
         contender.settled()
         used_s = cpu_s() - used_s
-    if isinstance(contender, TorchCheckpointing):  # a process of its own writes: what this one spends says little
+    if isinstance(contender, TorchCheckpointing):  # a process of its own writes: what this one spends tells little
         return {"commit_gbps": gigabytes / committed_s}
     return {
         "commit_gbps": gigabytes / committed_s,

@@ -162,7 +162,7 @@ class TorchDcp:
 
 @final
 class TorchCheckpointing:
-    """`CheckpointManager` of `torch_checkpointing` with its defaults, but for the time to start; needs the package.
+    """`CheckpointManager` of `torch_checkpointing` with its defaults, except for the time to start; needs the package.
 
     A thread stages into shared memory, and a process of its own writes. The tensors keep the boxes' memory while they
     are staged, so the next step that donates them allocates afresh.
@@ -221,7 +221,7 @@ def _tensors(torch: Any, state: Any) -> dict[str, Any]:
 
 
 def _empty_tensors(torch: Any, abstract: Any) -> dict[str, Any]:
-    """What `_tensors` of such a state would have, without values."""
+    """The tensors that `_tensors` makes of such a state, without values."""
     tensors: dict[str, Any] = {}
     for name, leaf in _named(abstract):
         shape = leaf.sharding.shard_shape(leaf.shape)

@@ -137,7 +137,7 @@ def _number(value: float) -> str:
 def _measured(
     options: list[str], seconds: float, platform: str, devices: int, ramdisk: str
 ) -> tuple[dict[str, Any], str | None]:
-    """What a process of its own has told within `seconds`, and why it told no more. Its files are deleted."""
+    """The report of a process of its own within `seconds`, and why it reported no more. Its files are deleted."""
     directory = tempfile.mkdtemp(prefix="ckptkit-bench-", dir=ramdisk)
     environ = {**os.environ, "JAX_PLATFORMS": {"gpu": "cuda"}.get(platform, platform)}
     if platform == "cpu":

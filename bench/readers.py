@@ -169,7 +169,6 @@ def _leaf(result: Mapping[str, Any]) -> Iterable[Row]:
                 meaning=meaning,
                 ours=value,
                 samples=len(found["all"]["s"]),
-                load=load_of(result),
             )
 
 

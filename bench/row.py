@@ -23,7 +23,7 @@ class Source:
 
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> Source:
-        """What the result stores of it: the oldest ones store less."""
+        """The part that the result stores: the oldest ones store less."""
         where = result.get("environment", {})
         load = where.get("load")
         return cls(day=where.get("at", "")[:10], commit=where.get("commit") or "", load=load[0] if load else None)
@@ -52,7 +52,7 @@ class Row:
     figure: str
     meaning: str
     ours: float
-    spread: Range | None = None  # of our samples, where one median says too little
+    spread: Range | None = None  # of our samples, where one median is not enough
     peer: float | None = None
     peer_name: str = ""
     peer_spread: Range | None = None

@@ -27,7 +27,7 @@ LEFT_TO: Mapping[str, Mapping[str, str]] = {
 }
 # Combinations that do not exist, whatever is installed.
 MEANINGLESS = ("this store has no generations", "this client cannot ask for it", "nothing guards there")
-# What CKPTKIT_CI_WITHOUT_SYSTEM=1 lets go: Debian's packages, and a root user who may mount.
+# Allowed with CKPTKIT_CI_WITHOUT_SYSTEM=1: Debian's packages are missing, or the user may not mount.
 SYSTEM = ("make setup-", "needs root", "only root can", "no FUSE file system", "cannot be done here", "no direct I/O")
 
 

@@ -88,7 +88,7 @@ def test_report_uses_the_best_peer_mode_and_newest_result(tmp_path: Path) -> Non
 
 
 def test_rows_that_the_newest_result_dropped_are_not_shown() -> None:
-    """A figure that is no longer measured would stay for ever, next to newer ones that contradict it."""
+    """A figure that is no longer measured would stay, next to newer ones that contradict it."""
     peers = {"orbax_async": [1.0]}
     old = compared([184.0], peers, "blocking_ms.ready", "2026-01-01")
     old["states"]["many@1"] = old["states"]["125m@1"]

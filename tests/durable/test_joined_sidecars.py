@@ -162,7 +162,7 @@ def test_sidecars_are_read_where_the_joined_record_is_not_whole(server: BucketSe
 
 
 def test_joined_record_does_not_hide_that_a_sidecar_is_lost(server: BucketServer) -> None:
-    """Restores would go on without a word until the joined record is lost too; a scrub rebuilds a sidecar."""
+    """Restores would continue without a message until the joined record is lost too; a scrub rebuilds a sidecar."""
     _write("gs://runs/run")
     open_store("gs://runs/run/3").delete("state/_ckptkit/process-3.json")
     with pytest.raises(CorruptCheckpointError, match="sidecars of processes 0, 1, 2, 4 and"):

@@ -104,15 +104,15 @@ def _point_elsewhere(root: Path) -> None:
 
 
 _DAMAGES: dict[str, Callable[[Path], object]] = {
-    "the step is gone": lambda root: shutil.rmtree(root / "1"),
-    "a data file is gone": lambda root: (root / "1/default/d" / next(iter(_unchanged(root)))).unlink(),
+    "the step is missing": lambda root: shutil.rmtree(root / "1"),
+    "a data file is missing": lambda root: (root / "1/default/d" / next(iter(_unchanged(root)))).unlink(),
     "a data file is cut off": lambda root: os.truncate(root / "1/default/d" / next(iter(_unchanged(root))), 1000),
-    "the record is gone": lambda root: _record(root).unlink(),
+    "the record is missing": lambda root: _record(root).unlink(),
     "the record is damaged": lambda root: _flip(_record(root)),
     "the record is empty": lambda root: _record(root).write_bytes(b""),
     "the record is of another save": _point_elsewhere,
     "the sidecar is damaged": lambda root: _flip(root / "1/default/_ckptkit/process-0.json"),
-    "the mark is gone": lambda root: (root / "1" / paths.COMMIT_MARK).unlink(),
+    "the mark is missing": lambda root: (root / "1" / paths.COMMIT_MARK).unlink(),
 }
 
 

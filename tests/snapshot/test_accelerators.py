@@ -223,7 +223,7 @@ def test_nothing_is_copied_on_a_device_where_the_caller_has_no_room() -> None:
 
 
 def test_setting_of_the_caller_reaches_the_stager(tmp_path: Path) -> None:
-    """A copy would take the memory of the caller's largest program, although the caller has said so."""
+    """A copy would take the memory of the caller's largest program, although the caller has set a limit."""
     log, events = ckptkit.EventLog(), []
     log.observe(events.append)
     for number, kept_free in enumerate((0, 1 << 30)):

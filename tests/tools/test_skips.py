@@ -31,7 +31,7 @@ MODULE = "import pytest\npytest.importorskip('no_such_package', reason='ckptkit-
 
 
 def run(directory: Path, **variables: str) -> str:
-    """What pytest prints of two files of its own."""
+    """The output of pytest for two files of its own."""
     (directory / "test_one.py").write_text(FILE)
     (directory / "test_module.py").write_text(MODULE)
     environ = {name: value for name, value in os.environ.items() if name not in (CI, TARGET, WITHOUT_SYSTEM)}
