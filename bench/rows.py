@@ -35,8 +35,8 @@ def _dated(path: Path) -> tuple[tuple[str, str, str], dict[str, Any]]:
 
 
 def rows_of(results: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """The rows of all results. A benchmark that ran more than once has the rows of its last result alone: a row that this
-    one does not have any more is not taken from an older one."""
+    """The rows of all results. A benchmark that ran more than once has the rows of its last result alone: what this one
+    does not measure any more is not taken from an older one."""
     found: dict[tuple[str, str, str], list[Row]] = {}
     for result in results:
         own: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
