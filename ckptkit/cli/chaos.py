@@ -217,7 +217,8 @@ def chaos(
 
 def _hazard(given: tuple[str, float]) -> Hazard:
     place, chance = given
-    return Hazard(path=place if place in PLACES else os.path.abspath(place), chance=chance)
+    path = place if place in PLACES else os.path.abspath(place.replace("{run}", _RUNS[0]))
+    return Hazard(path=path, chance=chance)
 
 
 def _log_directory(events: str | None, report_dir: Path | None, *, is_attached: bool) -> Path | None:

@@ -420,13 +420,13 @@ def test_different_state_at_the_end_is_reported(tmp_path: Path, capfd: pytest.Ca
 
 def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The person would learn which directory is emptied by seeing it empty."""
-    words = ("--faults", "3", "--wipe", f"{tmp_path}/ram-{{process}}:1", "--dry-run")
+    words = ("--faults", "3", "--wipe", f"{tmp_path}/ram-{{run}}-{{process}}:1", "--dry-run")
     assert main(chaos_command(tmp_path, *words)) == 0
     out = capfd.readouterr().out.splitlines()
     assert len(out) == 3
     for line in out:
         victim = line.partition("kill process ")[2][0]
-        assert line.endswith(f"; empty {tmp_path}/ram-{victim}")
+        assert line.endswith(f"; empty {tmp_path}/ram-disturbed-{victim}")
     assert not (tmp_path / "disturbed").exists()
     words = ("--mtbf", "60s", "--wipe", "ram:0.5", "--flip", "0.1", "--seed", "7", "--report", "out/", "--dry-run")
     assert main(["chaos", *words, "--", "python", "train.py"]) == 0
