@@ -204,8 +204,9 @@ def measure(
         yield samples
 
 
-def limits(repeats: int, size_bytes: int) -> dict[str, list[float]]:
-    """Bytes per second of one large buffer between host and device, pageable and pinned."""
+def limits(repeats: int, size_bytes: int, ends_s: float) -> dict[str, list[float]]:
+    """Bytes per second of one large buffer between host and device, pageable and pinned; `repeats` after the first, or
+    as many as begin before `ends_s`."""
     device = jax.local_devices()[0]
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     has_pinned = any(memory.kind == "pinned_host" for memory in device.addressable_memories())
@@ -222,7 +223,9 @@ def limits(repeats: int, size_bytes: int) -> dict[str, list[float]]:
     def put(value: Any, where: Any) -> Any:
         return jax.block_until_ready(jax.device_put(value, where))
 
-    for _ in range(repeats + 1):
+    for turn in range(repeats + 1):
+        if turn > 1 and now_s() > ends_s:
+            break
         fresh = jax.block_until_ready(jax.device_put(put(host, device), device, may_alias=False))
         note("d2h_pageable", partial(np.array, fresh))
         note("h2d_pageable", partial(put, host, device))
@@ -245,7 +248,7 @@ def main() -> None:
     ends_s = now_s() + given.seconds
     logging.getLogger("ckptkit").setLevel(logging.ERROR)  # warns of a durable tier in memory, which is not used
     if given.contender == LIMITS:
-        _tell(_limits(given))
+        _tell(_limits(given, ends_s))
         return
     on_cpu = jax.local_devices()[0].platform == "cpu"
     step, _ = make_step(*(_ON_CPU if on_cpu else (_STEP_S, _SQUARE)))
@@ -261,7 +264,7 @@ def _tell(found: dict[str, Any]) -> None:
     print("\n" + json.dumps(found), flush=True)  # on a line of its own: libraries print too
 
 
-def _limits(given: argparse.Namespace) -> dict[str, Any]:
+def _limits(given: argparse.Namespace, ends_s: float) -> dict[str, Any]:
     device = jax.local_devices()[0]
     found: dict[str, Any] = {
         "device": {
@@ -271,7 +274,7 @@ def _limits(given: argparse.Namespace) -> dict[str, Any]:
             "version": device.client.platform_version,
             "memory_stats": dict(device.memory_stats() or {}),
         },
-        "limits": limits(given.repeats, min(_LARGE_BYTES, given.bytes // 2)),
+        "limits": limits(given.repeats, min(_LARGE_BYTES, given.bytes // 2), ends_s),
     }
     state = jax.eval_shape(partial(make_state, given.bytes, given.weights))
     found["state_bytes"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

@@ -88,6 +88,8 @@ def test_slow_contender_is_ended_and_keeps_its_samples(tmp_path: Path, worker: C
     assert state["contenders"]["orbax_sync"] == {"ready_s": [2, 3]}
     assert state["contenders"]["ckptkit_block"] == {"ready_s": [1]}
     assert "orbax_v1" not in state["contenders"]
+    alone = {"orbax_sync": {"ready_s": [2, 3]}}
+    assert rows_of([{**result, "states": {"1 GB": {"contenders": alone}}}]) == [], "Orbax is not shown as ours"
     assert {who: why.split(" its ")[0] for who, why in state["ended"].items()} == dict.fromkeys(
         ("orbax_v1", "orbax_sync"), "ended after"
     )
