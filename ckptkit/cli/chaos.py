@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -33,7 +34,7 @@ from ckptkit.launch import (
     next_attempt,
 )
 from ckptkit.launch.attached import AttachedJob
-from ckptkit.launch.chaos import Chaos, ChaosRun
+from ckptkit.launch.chaos import Chaos, ChaosRun, Targets
 from ckptkit.launch.faults import ANY, PLACES, Fault, FaultKind, FaultPlan, Hazard
 from ckptkit.launch.harm import FullDisk, LocalBucket, flipped, places_of
 from ckptkit.launch.printer import say_on_stderr
@@ -161,18 +162,17 @@ def chaos(
             return Exit.OK
         logs = _log_directory(events, report_dir, is_attached=job is not None)
         notes = None if logs is None else EventLog(logs / "launcher.jsonl", process=-1)
+        targets = Targets(disk=disk, places=lambda process: {} if logs is None else places_of(logs, process))
         strike = partial(
             Chaos,
             planned,
             lasting_s=lasting_s,
-            disk=disk,
             flip=partial(flipped, chance=random.Random(f"flips {seed}")),
-            places=lambda process: {} if logs is None else places_of(logs, process),
             events=notes,
             say=say_on_stderr,
         )
         if job is not None:
-            run, verdict = strike().attach(job), None
+            run, verdict = strike(targets=targets).attach(job), None
         else:
             with _served(bucket) as served, tempfile.TemporaryDirectory(prefix="ckptkit-chaos-") as home:
 
@@ -200,7 +200,8 @@ def chaos(
 
                 first = next_attempt(None if logs is None else logs / "launcher.jsonl")
                 output = OncePrinter(sys.stderr if as_json else None)
-                run = strike(bucket=served).run(launcher, first_attempt=first, on_output=output)
+                hit = strike(targets=replace(targets, bucket=served))
+                run = hit.run(launcher, first_attempt=first, on_output=output)
                 verdict = _verdict(run, workers(_RUNS[1]), Path(home), as_json) if compare else None
     except ValueError as error:
         raise click.UsageError(str(error)) from error

@@ -57,15 +57,24 @@ class ChaosRun:
     unplanned: tuple[str, ...]  # losses that no fault explains
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The targets of faults other than processes. `places(process)` gives the directories of a process's tiers by name, for
+    faults that name a tier."""
+
+    bucket: LocalBucket | None = None
+    disk: FullDisk | None = None
+    places: Callable[[int], Mapping[str, str]] = lambda process: {}
+
+
 @final
 class Chaos:
     """Hits a job with faults, one after another. A loss while a fault is under way counts as the fault's.
 
     `run` starts the job, and starts it again after each loss as `ckptkit run` does. `attach` hits one that runs.
     Lasting faults take `lasting_s`. `flip(directory)` flips a bit and returns the place in words, None where it finds
-    none. `places(process)` gives the directories of a process's tiers by name, for faults that name a tier. Each fault,
-    and each damage, is an event in `events`. `on_lost(attempt, process, struck)` is called when all processes are dead
-    and the damage is done; `struck` are the faults that ended the attempt, none for a loss by itself.
+    none. Each fault, and each damage, is an event in `events`. `on_lost(attempt, process, struck)` is called when all
+    processes are dead and the damage is done; `struck` are the faults that ended the attempt, none for its own loss.
     """
 
     def __init__(
@@ -73,17 +82,15 @@ class Chaos:
         faults: Sequence[Fault] = (),
         *,
         lasting_s: float = 5.0,
-        bucket: LocalBucket | None = None,
-        disk: FullDisk | None = None,
+        targets: Targets = Targets(),
         flip: Callable[[Path], str | None] | None = None,
-        places: Callable[[int], Mapping[str, str]] = lambda process: {},
         events: EventLog | None = None,
         on_lost: Callable[[int, int, Sequence[Injected]], None] = lambda attempt, process, struck: None,
         say: Callable[[str], None],
     ):
-        self._faults, self._lasting_s, self._bucket, self._disk = tuple(faults), lasting_s, bucket, disk
+        self._faults, self._lasting_s, self._targets = tuple(faults), lasting_s, targets
         self._on_lost, self._say = on_lost, say
-        self._places, self._events = places, events or EventLog(process=-1)
+        self._events = events or EventLog(process=-1)
         self._flip = flip or partial(flipped, chance=random.Random(0))
         for fault in self._faults:
             self._check(fault)
@@ -199,9 +206,9 @@ class Chaos:
         return self._under_faults(follow)
 
     def _check(self, fault: Fault) -> None:
-        if fault.kind == "outage" and self._bucket is None:
+        if fault.kind == "outage" and self._targets.bucket is None:
             raise ValueError("an outage needs a bucket to take away")
-        if fault.kind == "fill" and self._disk is None:
+        if fault.kind == "fill" and self._targets.disk is None:
             raise ValueError("a full disk needs a directory on the file system to fill")
 
     def _under_faults(self, drive: Callable[[], ExitCode | None]) -> ChaosRun:
@@ -276,7 +283,7 @@ class Chaos:
         """The directories of a place; of any place all that the victim has, and another one first at each fault."""
         if place not in PLACES:
             return [Path(place)]
-        places = sorted(self._places(injected.fault.victims[0]).items())
+        places = sorted(self._targets.places(injected.fault.victims[0]).items())
         found = [Path(path) for name, path in places if place in (name, ANY) and is_own(path)]
         first = injected.fault.number % max(1, len(found))
         return [*found[first:], *found[:first]]
@@ -338,22 +345,23 @@ class Chaos:
             if not job.signal(fault.victims[0], signal.SIGSTOP):
                 return None
         elif fault.kind == "fill":
-            assert self._disk is not None
-            return f"filled {self._disk.directory} with {self._disk.begin():,} bytes for {self._lasting_s:g} s"
+            disk = self._targets.disk
+            assert disk is not None
+            return f"filled {disk.directory} with {disk.begin():,} bytes for {self._lasting_s:g} s"
         else:
-            assert self._bucket is not None
-            self._bucket.begin()
+            assert self._targets.bucket is not None
+            self._targets.bucket.begin()
         return f"{_past(fault)} for {self._lasting_s:g} s"
 
     def _end_lasting(self, job: Launcher | AttachedJob, fault: Fault) -> None:
         if fault.kind == "freeze":
             job.signal(fault.victims[0], signal.SIGCONT)
         elif fault.kind == "fill":
-            assert self._disk is not None
-            self._disk.end()
+            assert self._targets.disk is not None
+            self._targets.disk.end()
         else:
-            assert self._bucket is not None
-            self._bucket.end()
+            assert self._targets.bucket is not None
+            self._targets.bucket.end()
 
 
 def _past(fault: Fault) -> str:

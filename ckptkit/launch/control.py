@@ -203,7 +203,8 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def connect(host: str, port: int, secret: str, silence_s: float) -> Connection:
-    """A connection to the first agent. Raises `ControlError` for a wrong secret, and OSError where nobody answers."""
+    """A connection to the first agent. Raises `ControlError` for a wrong secret, and OSError where nobody answers, or
+    where the connection breaks before the greeting."""
     known = checked_secret(secret)
     link = socket.create_connection((host, port), timeout=HANDSHAKE_S)
     if link.getsockname() == link.getpeername():  # TCP connects a port of this host to itself where nobody listens
@@ -244,7 +245,10 @@ def _greet_client(link: socket.socket, secret: bytes) -> bytes:
 def _greet_server(link: socket.socket, secret: bytes) -> bytes:
     deadline = Deadline(HANDSHAKE_S)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    greeting = _read_exactly(link, len(_HELLO) + _NONCE_BYTES, deadline.left_s, deadline)
+    try:
+        greeting = _read_exactly(link, len(_HELLO) + _NONCE_BYTES, deadline.left_s, deadline)
+    except ControlError as error:  # an agent that has just ended, or another that waits and had this port for a moment
+        raise ConnectionResetError(f"no greeting: {error}") from error
     if not greeting.startswith(_HELLO):
         raise ControlError("what answers there is not an agent of ckptkit run")
     other, own = greeting[len(_HELLO) :], secrets.token_bytes(_NONCE_BYTES)

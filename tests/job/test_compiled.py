@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,8 @@ def test_program_that_fails_in_its_first_step_is_compiled_at_the_next_start(
     program_of(2.0, tmp_path)
     program = program_of(2.0, tmp_path)
     monkeypatch.setattr(jax, "block_until_ready", fail)
-    program(state(), X)
+    with suppress(RuntimeError):  # of the proof, if it has failed by then
+        program(state(), X)
     with pytest.raises(RuntimeError, match="add_convert_fusion"):
         program.wait_until_proven()
     assert program_of(2.0, tmp_path).origin == "compiled"

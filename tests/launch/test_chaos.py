@@ -22,7 +22,7 @@ from ckptkit.cli.chaos_report import ChaosReport
 from ckptkit.events import EventLog
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
 from ckptkit.launch.attached import AttachedJob
-from ckptkit.launch.chaos import Chaos, ChaosRun, Injected
+from ckptkit.launch.chaos import Chaos, ChaosRun, Injected, Targets
 from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
 from ckptkit.launch.harm import FullDisk, LocalBucket, emptied, flipped
 from ckptkit.launch.status import write_status
@@ -68,7 +68,7 @@ def run(tmp_path: Path, plan: FaultPlan, *, processes: int = 2) -> tuple[ChaosRu
     chaos = Chaos(
         tuple(plan.faults(processes)),
         lasting_s=plan.lasting_s,
-        places=lambda process: places,
+        targets=Targets(places=lambda process: places),
         events=events,
         say=said.append,
     )

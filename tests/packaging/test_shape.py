@@ -24,6 +24,7 @@ LONG_RECORDS = {
     "DurableProfile",  # a file that `ckptkit tune` writes
     "ArenaEntry",  # a row of `ckptkit tiers --json`
     "StepUsage",  # a row of `ckptkit du --json`
+    "GoodputReport",  # `ckptkit goodput --json`
     "Result",  # a row of `ckptkit simulate --json`
 }
 

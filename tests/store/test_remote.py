@@ -73,7 +73,7 @@ def test_refusal_with_an_object_as_message_is_not_tried_again(server: BucketServ
             operation()
         assert type(caught.value) is StoreError
     asked = Counter(entry.kind for entry in server.log.entries())
-    listings = asked.pop(Kind.LIST)  # gcsfs asks for one beside a stat
+    listings = asked.pop(Kind.LIST)  # gcsfs asks for one next to a stat
     assert (set(asked.values()), listings <= 2) == ({1}, True), (asked, listings)
 
 

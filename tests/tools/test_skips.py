@@ -75,5 +75,5 @@ def test_every_accepted_reason_is_that_of_a_test(reason: str) -> None:
 
 def test_a_target_of_make_knows_its_name() -> None:
     """Every target would have the list of none, and CI would fail with the first skip."""
-    command = ["make", "--eval", "probe: ; @echo is $$CKPTKIT_TARGET", "probe"]
+    command = ["make", "--no-print-directory", "--eval", "probe: ; @echo is $$CKPTKIT_TARGET", "probe"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout == "is probe\n"

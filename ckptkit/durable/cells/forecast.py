@@ -78,7 +78,7 @@ def forecast(
         data_files=sum(part.data_files for part in parts),
         files=files,
         requests=(files + _LOOKS + merged) if remote else 0,
-        written_bytes=_FIXED_BYTES + sum(part.stored_bytes + part.small_bytes for part in parts),
+        written_bytes=_FIXED_BYTES + sum(part.written_bytes for part in parts),
         peak_bytes=_BASE_MEMORY_BYTES + max((part.peak_bytes for part in parts), default=0),
         shared_bytes=sum(part.shared_bytes for part in parts),
     )
@@ -91,8 +91,7 @@ class _Item:
     pieces: int
     data_files: int
     records: int  # of the data files that the next step may take over
-    stored_bytes: int
-    small_bytes: int
+    written_bytes: int
     peak_bytes: int
     shared_bytes: int
 
@@ -112,8 +111,9 @@ class _Item:
             pieces=sum(each.pieces for each in writes),
             data_files=sum(each.data_files for each in writes) + sum(each.files_of_cells for each in groups),
             records=len(groups),
-            stored_bytes=sum(each.stored_bytes for each in writes),
-            small_bytes=_LEAF_BYTES * len(leaves) + _CELL_BYTES * sum(each.cells for each in writes + groups),
+            written_bytes=sum(each.stored_bytes for each in writes)
+            + _LEAF_BYTES * len(leaves)
+            + _CELL_BYTES * sum(each.cells for each in writes + groups),
             peak_bytes=max(peaks, default=0) + _LEAF_MEMORY_BYTES * len(leaves),
             shared_bytes=sum(each.stored_bytes for each in groups),
         )
