@@ -59,8 +59,8 @@ class ChaosRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """The targets of faults other than processes. `places(process)` gives the directories of a process's tiers by name, for
-    faults that name a tier."""
+    """The targets of faults other than processes. `places(process)` gives the directories of a process's tiers by
+    name, for faults that name a tier."""
 
     bucket: LocalBucket | None = None
     disk: FullDisk | None = None
