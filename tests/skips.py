@@ -13,18 +13,17 @@ import pytest
 
 CI, TARGET, WITHOUT_SYSTEM = "CKPTKIT_CI", "CKPTKIT_TARGET", "CKPTKIT_CI_WITHOUT_SYSTEM"
 
-# A part of the reason of a skip, and the target that runs the test: what `make setup` does not install.
-_TELEMETRY = {"'prometheus_client'": "test-telemetry", "pip install '.[telemetry-test]'": "test-telemetry"}
-LEFT_TO: Mapping[str, Mapping[str, str]] = {
-    "test": {
-        **_TELEMETRY,
-        "could not import 'torch'": "test-others",
-        "could not import 's3fs'": "test-s3",
-        "could not import 'botocore": "test-s3",
-        "is not installed: make strangers": "strangers-ci",  # one of nine public trainers: `make strangers` has all
-    },
-    "test-long": {**_TELEMETRY, "is not installed: make strangers": "strangers-ci"},
+# A part of the reason of a skip, and the target that runs the test: what `make setup` does not install. A module that
+# skips itself does so in both: all are collected before tests are chosen.
+_NOT_INSTALLED = {
+    "'prometheus_client'": "test-telemetry",
+    "pip install '.[telemetry-test]'": "test-telemetry",
+    "could not import 'torch'": "test-others",
+    "could not import 's3fs'": "test-s3",
+    "could not import 'botocore": "test-s3",
+    "is not installed: make strangers": "strangers-ci",  # one of nine public trainers: `make strangers` has all
 }
+LEFT_TO: Mapping[str, Mapping[str, str]] = {"test": _NOT_INSTALLED, "test-long": _NOT_INSTALLED}
 # Combinations that do not exist, whatever is installed.
 MEANINGLESS = ("this store has no generations", "this client cannot ask for it", "nothing guards there")
 # Allowed with CKPTKIT_CI_WITHOUT_SYSTEM=1: Debian's packages are missing, or the user may not mount.

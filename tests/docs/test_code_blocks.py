@@ -37,7 +37,7 @@ def test_code_block_runs(page: str, code: str, tmp_path: Path) -> None:
         (tmp_path / "test_example.py").write_text(code)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py"]
     for _ in range(2 if "CheckpointManager" in code else 1):  # the second run resumes
-        result = run_forked(command, timeout=120, cwd=tmp_path)
+        result = run_forked(command, timeout=400, cwd=tmp_path)
         assert result.returncode == 0, f"{page}:\n{result.stdout}{result.stderr}"
     assert any(tmp_path.rglob("_ckptkit")) == ("CheckpointManager" in code)
     shutil.rmtree(tmp_path)
