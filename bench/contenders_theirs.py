@@ -108,8 +108,30 @@ class OrbaxV1:
         return epath.Path(self._root / str(step))
 
 
+class _OfFuture:
+    """The common part of torch's: a save is a directory of its step, and over when its future is there."""
+
+    def __init__(self, root: Path):
+        self._torch: Any = importlib.import_module("torch")
+        self._root = root
+        self._root.mkdir(parents=True)
+        self._future: Any = None
+
+    def committed_s(self) -> float:
+        """When the future was there."""
+        self._future.result()
+        return now_s()
+
+    def settled(self) -> None:
+        """Nothing runs after the future."""
+
+    def forget(self, step: int) -> None:
+        """See `Contender.forget`."""
+        shutil.rmtree(self._root / str(step))
+
+
 @final
-class TorchDcp:
+class TorchDcp(_OfFuture):
     """`torch.distributed.checkpoint.async_save` of CPU tensors that share the boxes' memory; needs torch.
 
     It stages into shared memory that is kept from save to save, as a loop with tensors of its own does. This is three
@@ -119,13 +141,10 @@ class TorchDcp:
 
     def __init__(self, root: Path):
         self.name = "torch_dcp"
-        self._torch: Any = importlib.import_module("torch")
+        super().__init__(root)
         self._dcp: Any = importlib.import_module("torch.distributed.checkpoint")
         staging: Any = importlib.import_module("torch.distributed.checkpoint.staging")
         self._stager = staging.BlockingAsyncStager(cache_staged_state_dict=True)
-        self._root = root
-        self._root.mkdir(parents=True)
-        self._future: Any = None
 
     def save(self, step: int, state: Any) -> None:
         """See `Contender.save`: `async_save` copies the tensors before it returns."""
@@ -137,23 +156,11 @@ class TorchDcp:
             tensors, checkpoint_id=str(self._root / str(step)), async_stager=self._stager, no_dist=True
         )
 
-    def committed_s(self) -> float:
-        """When the future was there."""
-        self._future.result()
-        return now_s()
-
-    def settled(self) -> None:
-        """Nothing runs after the future."""
-
     def restore(self, step: int, abstract: Any) -> Any:
         """See `Contender.restore`."""
         tensors = _empty_tensors(self._torch, abstract)
         self._dcp.load(tensors, checkpoint_id=str(self._root / str(step)), no_dist=True)
         return _placed(tensors, abstract)
-
-    def forget(self, step: int) -> None:
-        """See `Contender.forget`."""
-        shutil.rmtree(self._root / str(step))
 
     def close(self) -> None:
         """See `Contender.close`."""
@@ -161,7 +168,7 @@ class TorchDcp:
 
 
 @final
-class TorchCheckpointing:
+class TorchCheckpointing(_OfFuture):
     """`CheckpointManager` of `torch_checkpointing` with its defaults, except for the time to start; needs the package.
 
     A thread stages into shared memory, and a process of its own writes. The tensors keep the boxes' memory while they
@@ -170,37 +177,22 @@ class TorchCheckpointing:
 
     def __init__(self, root: Path):
         self.name = "torch_checkpointing"
-        self._torch: Any = importlib.import_module("torch")
+        super().__init__(root)
         package: Any = importlib.import_module("torch_checkpointing")
         process: Any = importlib.import_module("torch_checkpointing.checkpoint_process")
         started = process.CheckpointProcessConfig(subprocess_init_timeout_secs=_START_S)
         saver: Any = importlib.import_module("torch_checkpointing.config").AsyncCheckpointSaverConfig
         self._manager = package.CheckpointManager(package.CheckpointManager.Config(save=saver(process_config=started)))
-        self._root = root
-        self._root.mkdir(parents=True)
-        self._future: Any = None
 
     def save(self, step: int, state: Any) -> None:
         """See `Contender.save`. All tensors are one item: an item is a file."""
         self._future = self._manager.save(str(self._root / str(step)), {_ITEM: _tensors(self._torch, state)})
-
-    def committed_s(self) -> float:
-        """When the future was there."""
-        self._future.result()
-        return now_s()
-
-    def settled(self) -> None:
-        """Nothing runs after the future."""
 
     def restore(self, step: int, abstract: Any) -> Any:
         """See `Contender.restore`."""
         tensors = _empty_tensors(self._torch, abstract)
         loaded = self._manager.load(str(self._root / str(step)), {_ITEM: tensors})
         return _placed(loaded[_ITEM], abstract)
-
-    def forget(self, step: int) -> None:
-        """See `Contender.forget`."""
-        shutil.rmtree(self._root / str(step))
 
     def close(self) -> None:
         """See `Contender.close`."""

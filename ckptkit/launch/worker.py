@@ -80,15 +80,10 @@ def run(order: dict) -> None:
         error.__traceback__ = _without_ours(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()
-        sys.exit(2 if _is_not_joined(error) else 1)
+        known = sys.modules.get("ckptkit.errors")  # a restart would end alike: the script has to be changed
+        sys.exit(2 if known is not None and isinstance(error, known.NotJoinedError) else 1)
     finally:
         del before  # until here: its globals are this module's
-
-
-def _is_not_joined(error: BaseException) -> bool:
-    """Whether a restart would end with the same error: the script has to be changed."""
-    errors = sys.modules.get("ckptkit.errors")
-    return errors is not None and isinstance(error, errors.NotJoinedError)
 
 
 def _run_script(path: str) -> None:

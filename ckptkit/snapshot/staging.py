@@ -13,9 +13,9 @@ Host arrays are copied on the step loop by every strategy: their owner may chang
 so none depends on the mesh in context and none compiles.
 
 With `auto` an accelerator's state is staged in groups, in the order of the leaves: `device_copy` for as many as have
-room there (`ckptkit.snapshot.device_room`). The next ones use `pinned_host`, if the backend has
-that memory and the host has room. The rest uses `block`. Arrays that are in host memory already are never copied to a
-device. A group for which the backend has no room after all (RESOURCE_EXHAUSTED) is staged by the next strategy.
+room on the device (`ckptkit.snapshot.device_room`). The next ones use `pinned_host`, if the backend has that memory and
+the host has room. The rest uses `block`. Arrays that are in host memory already are never copied to a device. A group
+for which the backend has no room after all (RESOURCE_EXHAUSTED) is staged by the next strategy.
 """
 
 from __future__ import annotations

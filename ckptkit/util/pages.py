@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, final
 
@@ -55,16 +55,18 @@ def advise_huge(start: int, size_bytes: int) -> None:
         _madvise(first, last - first, _ADVISE_HUGE)
 
 
-def populate(memory: np.ndarray, between: Callable[[], None] = lambda: None) -> bool:
+def populate(
+    memory: np.ndarray, between: Callable[[], None] = lambda: None, at_once_bytes: int = _POPULATED_BYTES
+) -> bool:
     """Faults in all pages of a flat, page-aligned mapping, keeping what they hold; False on a kernel that cannot.
 
     Runs without the GIL, and lets others map memory in between; `between` is called there, and may wait. Cost of pages
     touched for the first time: 0.2 to 4 s per GB.
     """
     start, stop = memory.ctypes.data, memory.ctypes.data + memory.nbytes
-    for at in range(start, stop, _POPULATED_BYTES):
+    for at in range(start, stop, at_once_bytes):
         between()
-        if _madvise(at, min(_POPULATED_BYTES, stop - at), _POPULATE_WRITE) != 0:
+        if _madvise(at, min(at_once_bytes, stop - at), _POPULATE_WRITE) != 0:
             return False
     return True
 
@@ -73,17 +75,17 @@ def populate(memory: np.ndarray, between: Callable[[], None] = lambda: None) -> 
 class FreshBlocks:
     """Blocks of fresh memory, in the order in which they are taken. A thread faults their pages in ahead of that.
 
-    For one thread that fills block after block and is bound by the interpreter: the kernel needs 0.1 s per GB for new
-    pages, and up to 4 s where the host of a virtual machine has to find the memory.
+    For one thread that fills block after block and is bound by the interpreter (`populate` has the cost). The first
+    block is needed at once: its pages are made as it is filled.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-pages")
-        self._ahead = deque[Future[np.ndarray]]()
+        self._ahead = deque[Future[np.ndarray] | None]()
 
-    def expect(self, sizes_bytes: Iterable[int]) -> None:
-        """The next blocks."""
-        self._ahead += [self._pool.submit(_faulted_block, size_bytes) for size_bytes in sizes_bytes]
+    def expect(self, sizes_bytes: Sequence[int]) -> None:
+        """The sizes of the blocks that will be taken, before the first one is."""
+        self._ahead += [None, *[self._pool.submit(_faulted_block, size_bytes) for size_bytes in sizes_bytes[1:]]]
 
     def __enter__(self) -> Self:
         return self
@@ -91,23 +93,17 @@ class FreshBlocks:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    @property
-    def missing(self) -> int:
-        """The blocks that are expected and not made yet."""
-        return sum(not block.done() for block in self._ahead)
-
     def take(self, size_bytes: int) -> np.ndarray:
         """So much memory: of the next block, where it has that much."""
-        if self._ahead and not (block := self._ahead.popleft()).cancel() and block.result().nbytes >= size_bytes:
-            return block.result()[:size_bytes]
-        return flat_block(size_bytes)
+        block = self._ahead.popleft() if self._ahead else None
+        if block is None or block.cancel() or block.result().nbytes < size_bytes:
+            return flat_block(size_bytes)
+        return block.result()[:size_bytes]
 
 
 def _faulted_block(size_bytes: int) -> np.ndarray:
     block = flat_block(size_bytes)
-    start, stop = block.ctypes.data, block.ctypes.data + size_bytes
-    for at in range(-(-start // PAGE_BYTES) * PAGE_BYTES, stop - PAGE_BYTES, _FAULTED_BYTES):
-        _madvise(at, min(_FAULTED_BYTES, stop - at) // PAGE_BYTES * PAGE_BYTES, _POPULATE_WRITE)
+    populate(block, at_once_bytes=_FAULTED_BYTES)  # a block below 1 MiB begins no page, and is left as it is
     return block
 
 

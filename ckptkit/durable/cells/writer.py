@@ -121,8 +121,7 @@ class CellWriter:
         """
         self._apart, self._group_databases = bool(sharing.apart), list[int]()
         self._own = f"{_APART}{uuid.uuid4().hex[:8]}."  # begins the names of nodes of this step's group, of no other's
-        self._ready = ready
-        self._directory, self._profile = directory, profile
+        self._ready, self._directory, self._profile = ready, directory, profile
         self._pace = pace or Pace(profile.write_bytes_per_s)
         self._context = context or kvstore_context(profile, writing=True)
         self._pieces = Pieces(profile, ((leaf, [box for box, _ in blocks]) for leaf, blocks in expected))
