@@ -45,8 +45,10 @@ class EpochFence:
                 self._tiers.epochs.write(self._ledger.ancestry)
                 self._claimed = save_id.epoch
             except FileExistsError as error:
+                alone = ". If both are processes of one job, call jax.distributed.initialize() first in each"
                 raise CheckpointError(
-                    f"another run has begun epoch {save_id.epoch} in {self._tiers.durable.url}; stop one of the two",
+                    f"another run has begun epoch {save_id.epoch} in {self._tiers.durable.url}; stop one of the two"
+                    f"{alone * (self._coordinator.count == 1)}",
                     step=save_id.step,
                     path=self._tiers.durable.url,
                 ) from error

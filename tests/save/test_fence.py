@@ -76,5 +76,8 @@ def test_epoch_recorded_by_another_run_blocks_commits() -> None:
     EpochRecords(store).write(Ancestry(epoch=SAVE.epoch))
     epochs = Away(store)
     epochs.away = False
-    with pytest.raises(CheckpointError, match="another run has begun epoch 2 in gs://b/run; stop one of the two"):
+    with pytest.raises(
+        CheckpointError, match="another run has begun epoch 2 in gs://b/run; stop one of the two"
+    ) as one:
         fence(claim_of(epochs, []))
+    assert "processes of one job, call jax.distributed.initialize() first" in str(one.value), "srun without it is alike"
