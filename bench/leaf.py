@@ -14,7 +14,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,24 +47,30 @@ class LeafJob(Job):
         state = {"leaf": put(value, self._replicas)}
         profile = ckptkit.DurableProfile(write_bytes_per_s=rate, shared_steps_max=1)
         found: dict[str, Any] = {"alone": {"s": [], "bytes": []}, "all": {"s": [], "bytes": []}}
-        for number in range(1 + repeats):
-            for name in sorted(found, reverse=bool(number % 2)):
-                only_first = mock.patch("ckptkit.durable.orbax.host_shards.choose_writers", _first_writes_all)
-                options = ocp.CheckpointManagerOptions(max_to_keep=1)
-                with (
-                    only_first if name == "alone" else nullcontext(),
-                    ckptkit.CheckpointManager(f"{root}/{name}", options=options, durable=profile) as manager,
-                ):
-                    settle()
-                    before = self.gather(_bytes_written())
-                    began_s = now_s()
-                    manager.save(number, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
-                    manager.wait_until_finished()
-                    after = self.gather(_bytes_written())
-                    if number:  # the first one warms up
+        options = ocp.CheckpointManagerOptions(max_to_keep=1)
+        with ExitStack() as stack:
+            managers = {
+                name: stack.enter_context(ckptkit.CheckpointManager(f"{root}/{name}", options=options, durable=profile))
+                for name in found
+            }
+            for number in range(1 + repeats):
+                for name in sorted(found, reverse=bool(number % 2)):
+                    with _only_first() if name == "alone" else nullcontext():
+                        settle()
+                        before = self.gather(_bytes_written())
+                        began_s = now_s()
+                        args = ocp.args.StandardSave(state)  # pyright: ignore[reportCallIssue]
+                        managers[name].save(number, args=args)
+                        managers[name].wait_until_finished()
+                        after = self.gather(_bytes_written())
+                    if number:  # the first one warms up: host memory, connections
                         found[name]["s"].append(now_s() - began_s)
                         found[name]["bytes"].append([b - a for a, b in zip(before, after, strict=True)])
         return {"leaf_bytes": value.nbytes, **found}
+
+
+def _only_first() -> Any:
+    return mock.patch("ckptkit.durable.orbax.host_shards.choose_writers", _first_writes_all)
 
 
 def _first_writes_all(holders: Any, *_: Any) -> list[dict[Any, list[tuple[Any, int]]]]:
