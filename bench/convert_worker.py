@@ -85,7 +85,7 @@ def resharding(
 ) -> None:
     """The work of `ckptkit reshard`, without rules or with one for all leaves."""
     from ckptkit.conversion.resharding import Mesh, open_source, plan_reshard, reshard
-    from ckptkit.conversion.resharding.choosing import SpecRule
+    from ckptkit.conversion.resharding.planning import SpecRule
 
     opened = open_source(str(source), timeout_s=20.0)
     with opened.opened:

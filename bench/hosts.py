@@ -30,7 +30,7 @@ from rich.table import Table
 
 from bench.environment import WORKER_ENV, environment, store_result
 from bench.kill_hosts import Hosts, running_hosts
-from ckptkit.cli.hosts import SECRET_NAME
+from ckptkit.cli.run import SECRET_NAME
 from ckptkit.events import Kind, read_events
 from ckptkit.goodput import Phase, resumes
 from ckptkit.launch import ExitCode, free_port

@@ -97,7 +97,9 @@ def certify(
         parts = {"args": plan.args, "state_of": plan.state_of}
         found = replay(manager, plan.make_step, plan.make_batches, **parts, first=first, last=last, record=not dry_run)
     if as_json:
-        print_json(_as_json(listing.root, found, recorded=not dry_run))
+        print_json(
+            _as_json(listing.root, found.steps[0], found.steps_replayed, _agreed(found), not dry_run, found.difference)
+        )
     else:
         _show(listing.root, found, recorded=not dry_run)
     return _ended(found.difference)
@@ -119,18 +121,10 @@ def _watch(
     run = saves[-1].step - saves[0].step if saves else 0
     difference = certified[-1].difference if certified else None
     if as_json:
-        print_json(
-            {
-                "format": _FORMAT,
-                "root": root,
-                "replayed_from": saves[0].step if saves else None,
-                "steps_replayed": replayed,
-                "certified": [each.steps[-1] for each in certified if each.is_certified],
-                "recorded": recorded,
-                "difference": None if difference is None else asdict(difference),
-                "not_replayed": {save.step: save.reason for save in saves if save.certificate is None},
-            }
-        )
+        begun = saves[0].step if saves else None
+        agreed = [each.steps[-1] for each in certified if each.is_certified]
+        found = _as_json(root, begun, replayed, agreed, recorded, difference)
+        print_json({**found, "not_replayed": {each.step: each.reason for each in saves if each.certificate is None}})
     elif run > 0:
         print_line(f"{root}: {replayed} of {count_text(run, 'step')} replayed ({replayed / run:.0%})")
     return _ended(difference)
@@ -175,15 +169,17 @@ def _agreed(found: Certificate) -> list[int]:
     return [step for step in found.steps[1:] if end is None or step < end]
 
 
-def _as_json(root: str, found: Certificate, *, recorded: bool) -> dict[str, Any]:
+def _as_json(
+    root: str, begun: int | None, replayed: int, agreed: list[int], recorded: bool, difference: Difference | None
+) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "root": root,
-        "replayed_from": found.steps[0],
-        "steps_replayed": found.steps_replayed,
-        "certified": _agreed(found),
+        "replayed_from": begun,
+        "steps_replayed": replayed,
+        "certified": agreed,
         "recorded": recorded,
-        "difference": None if found.difference is None else asdict(found.difference),
+        "difference": None if difference is None else asdict(difference),
     }
 
 

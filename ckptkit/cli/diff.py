@@ -10,7 +10,7 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DEPTH, JSON, MAP, MEMORY, TIMEOUT, TOP
 from ckptkit.cli.progress import reading_bar
 from ckptkit.cli.sources import leased_sources
-from ckptkit.cli.text import count_text, group_of, print_json, print_line, print_top
+from ckptkit.cli.text import count_text, group_of, print_json, print_line, print_notes, print_top
 from ckptkit.conversion import Difference, mapped, no_arrays, read_rules
 from ckptkit.conversion import diff as diff_tensors
 from ckptkit.conversion.statistics import LeafDifference
@@ -74,8 +74,7 @@ def _show(found: Difference, notes: Sequence[str], top: int | None, depth: int |
         count_text(len(found.values) - close, "differs in its values", "differ in their values"),
     ]
     print_line(", ".join(counts) + f", {close} within the tolerances" * (close > 0))
-    for note in notes:
-        print_line(f"  {note}")
+    print_notes(notes)
     lines = [f"  only in A: {name}" for name in found.only_a] + [f"  only in B: {name}" for name in found.only_b]
     lines += [f"  {name} is {one} in A, {two} in B" for name, one, two in found.shapes]
     for line in lines[:top]:

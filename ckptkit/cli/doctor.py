@@ -10,7 +10,7 @@ import click
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.prices import PRICE, STORAGE_PRICE, job_price, price_of_hosts, processes_of
-from ckptkit.cli.text import count_text, print_json, print_line
+from ckptkit.cli.text import count_text, print_json, print_line, print_notes
 from ckptkit.diagnosis import Diagnosis, diagnose
 from ckptkit.diagnosis.records import Advice
 from ckptkit.goodput.prices import JobPrice, Price, bill_of
@@ -109,8 +109,7 @@ def _show(found: Diagnosis, costs: _Costs) -> None:
     logs = "no event logs were given (--events)" if found.events is None else f"event logs of {found.events}"
     count = count_text(len(found.advice), "finding") if found.advice else "nothing to say"
     print_line(f"{found.root}: {count}; {found.rules} rules, {logs}")
-    for note in found.notes:
-        print_line(f"  {note}")
+    print_notes(found.notes)
     for kind, title in _TITLES.items():
         of_kind = [each for each in found.advice if each.kind == kind]
         if of_kind:
@@ -124,5 +123,4 @@ def _show(found: Diagnosis, costs: _Costs) -> None:
     if told := list(costs.lines()):
         print_line()
         print_line("Cost")
-        for line in told:
-            print_line(f"  {line}")
+        print_notes(told)

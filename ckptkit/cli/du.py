@@ -8,7 +8,7 @@ import click
 
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, KEEP, TIERS, TIMEOUT, fast_tiers
-from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
+from ckptkit.cli.text import count_text, print_json, print_line, print_notes, print_part, size_text
 from ckptkit.upkeep import Usage
 from ckptkit.upkeep import usage as usage_of
 
@@ -53,6 +53,7 @@ def _pruning(root: str, keep: tuple[Keep, ...], timeout_s: float) -> PrunePlan:
     return plan_prune(root, keep, unread=True, timeout_s=timeout_s)
 
 
+_ARENA_NUMBERS = ("saves", "slots", "bytes")
 _KINDS = ("arrays", "small", "metadata", "digests")
 
 
@@ -65,39 +66,23 @@ def show_usage(found: Usage, plan: PrunePlan | None) -> None:
     )
     if found.repeated_bytes:
         print_line(f"  steps share data files: {size_text(found.repeated_bytes)} of their sizes are counted again")
-    for note in found.notes:
-        print_line(f"  {note}")
-    if found.steps:
-        print_line()
-        kinds = [(kind, True) for kind in _KINDS]
-        rows = []
-        for each in found.steps:
-            pinned = f", pinned ({each.pin_reason})" if each.pin_reason else ", pinned" * each.pinned
-            state = each.state + pinned + ", in use" * each.in_use
-            items = ", ".join(f"{name} {size_text(size)}" for name, size in each.items.items() if name)
-            sizes = [size_text(each.kinds.get(kind, 0)) for kind in _KINDS]
-            rows.append([str(each.step), state, size_text(each.stored_bytes), *sizes, items])
-        print_table([("step", True), ("state", False), ("bytes", True), *kinds, ("items", False)], rows)
-    if found.arenas:
-        print_line()
-        print_table(
-            [("tier", False), ("arena", False), ("held", False), ("saves", True), ("slots", True), ("bytes", True)],
-            [
-                [
-                    a.tier,
-                    a.path,
-                    "running" if a.live else "no",
-                    str(len(a.saves)),
-                    str(a.slots),
-                    size_text(a.stored_bytes),
-                ]
-                for a in found.arenas
-            ],
-        )
-    if found.dead:
-        print_line()
-        rows = [[each.kind, size_text(each.stored_bytes), each.path, each.remedy] for each in found.dead]
-        print_table([("dead weight", False), ("bytes", True), ("where", False), ("how it goes", False)], rows)
+    print_notes(found.notes)
+    rows = []
+    for each in found.steps:
+        pinned = f", pinned ({each.pin_reason})" if each.pin_reason else ", pinned" * each.pinned
+        state = each.state + pinned + ", in use" * each.in_use
+        items = ", ".join(f"{name} {size_text(size)}" for name, size in each.items.items() if name)
+        sizes = [size_text(each.kinds.get(kind, 0)) for kind in _KINDS]
+        rows.append([str(each.step), state, size_text(each.stored_bytes), *sizes, items])
+    kinds = [(kind, True) for kind in _KINDS]
+    print_part([("step", True), ("state", False), ("bytes", True), *kinds, ("items", False)], rows)
+    rows = [
+        [a.tier, a.path, "running" if a.live else "no", str(len(a.saves)), str(a.slots), size_text(a.stored_bytes)]
+        for a in found.arenas
+    ]
+    print_part([(title, title in _ARENA_NUMBERS) for title in ("tier", "arena", "held", *_ARENA_NUMBERS)], rows)
+    rows = [[each.kind, size_text(each.stored_bytes), each.path, each.remedy] for each in found.dead]
+    print_part([("dead weight", False), ("bytes", True), ("where", False), ("how it goes", False)], rows)
     if plan is not None:
         print_line()
         gone = ", ".join(str(each.step) for each in plan.doomed)

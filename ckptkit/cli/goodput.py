@@ -19,7 +19,7 @@ from rich.text import Text
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.outputs import OutputFile, needed, write_whole
 from ckptkit.cli.prices import PRICE, job_price, price_of_hosts, processes_of
-from ckptkit.cli.text import count_text, print_json, print_line, print_table
+from ckptkit.cli.text import count_text, print_json, print_line, print_part
 from ckptkit.diagnosis.saving import BetterInterval, better_interval
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import Event, Kind
@@ -82,7 +82,9 @@ def goodput(
     logs = _load(directory)
     report = _report(directory, logs)
     costs = _costs(report, logs, price, hosts)
-    name = _run_name(directory.resolve())
+    name = directory.resolve().name
+    if name in ("events", "logs"):  # only named for what it holds
+        name = directory.resolve().parent.name
     if html:
         write_whole(html, _page(report, timeline_of(logs), f"Goodput of {name}", costs))
     if prometheus:
@@ -146,11 +148,6 @@ def _cost_lines(report: GoodputReport, costs: _Costs | None) -> Iterable[str]:
             f"saved {better.gain:.2%} of {text(bill.total)} = {text(costs.saved)}"
         )
         yield f"  {better.arithmetic}"
-
-
-def _run_name(directory: Path) -> str:
-    """The name of the run: of the directory above, if this one is only named for what it holds."""
-    return directory.parent.name if directory.name in ("events", "logs") else directory.name
 
 
 def _load(run_dir: Path) -> list[list[Event]]:
@@ -266,9 +263,7 @@ def _show(report: GoodputReport, costs: _Costs | None) -> None:
     for line in [*_head(report), *_cost_lines(report, costs)]:
         print_line(line)
     for titles, rows in _rows(report, costs).items():
-        if rows:
-            print_line()
-            print_table([(title, title in _NUMBERS) for title in titles], rows)
+        print_part([(title, title in _NUMBERS) for title in titles], rows)
 
 
 def _tables(report: GoodputReport) -> Iterable[Text | Table]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import DEPTH, HOST_ID, JSON, TIERS, TIMEOUT, TOP, fast_tiers
-from ckptkit.cli.text import (
-    print_json,
-    print_line,
-    print_top,
-    shape_text,
-    size_text,
-)
+from ckptkit.cli.text import print_found, print_line, print_notes, print_top, shape_text, size_text
 from ckptkit.restore.outlook import Outlook, outlook
 from ckptkit.restore.plan import BoxRead, RestorePlan
 
@@ -41,10 +37,7 @@ def plan_restore(
     """Show which save of PATH a restart on this host would take, and the source of each piece. Reads no array."""
     host = fast_tiers(tiers, host_id)
     found = outlook(root, tiers=tiers, host_id=host, like=like, step=step, timeout_s=timeout_s)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        show_outlook(found, top, depth)
+    print_found(found, partial(show_outlook, top=top, depth=depth), as_json)
     return exit_with(found.problems)
 
 
@@ -60,8 +53,7 @@ def show_outlook(found: Outlook, top: int | None = None, depth: int | None = Non
     print_line(f"{found.root}: step {chosen.save_id.step}, save {chosen.save_id}, as host {found.host_id} sees it")
     for tier, step, reason in found.rejected:
         print_line(f"  rejected: step {step} in {tier}: {reason}")
-    for note in found.notes:
-        print_line(f"  {note}")
+    print_notes(found.notes)
     if found.plan is None:
         print_line("  stock Orbax wrote it: its own handlers read it, and nothing of it is proven")
         return

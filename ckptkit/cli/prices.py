@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ckptkit.cli.parsed import Parsed
+from ckptkit.cli.options import Parsed
 from ckptkit.events import Event
 from ckptkit.goodput.prices import JobPrice, Price
 

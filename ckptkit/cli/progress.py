@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +17,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bar
+
+if TYPE_CHECKING:
+    from ckptkit.verification import VerifyProgress
 
 
 @contextmanager
@@ -39,6 +43,13 @@ def reading_bar() -> Iterator[Callable[..., None] | None]:
     what = TextColumn("{task.description}")
     with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn(), what, transient=True) as update:
         yield update
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[VerifyProgress], None] | None]:
+    """Shows on stderr which step is read and how far, where stderr is a terminal; None elsewhere."""
+    with reading_bar() as update:
+        yield update and (lambda at: update(at.checked_bytes, at.total_bytes, f"step {at.step}"))
 
 
 @contextmanager

@@ -9,11 +9,10 @@ import jax
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
-from ckptkit.cli.options import JSON, MEMORY, TIMEOUT, size
-from ckptkit.cli.parsed import Parsed
+from ckptkit.cli.options import JSON, MEMORY, TIMEOUT, Parsed, size
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.sources import leased_sources
-from ckptkit.cli.text import count_text, print_json, print_line, print_table, shape_text, size_text
+from ckptkit.cli.text import count_text, print_json, print_line, print_notes, print_table, shape_text, size_text
 from ckptkit.conversion.resharding import (
     Amplification,
     Mesh,
@@ -168,8 +167,7 @@ def _show(plan: ReshardPlan) -> None:
     print_line()
     if plan.read_bytes > plan.written_bytes:
         print_line(f"  reads {size_text(plan.read_bytes)} of SRC to write {size_text(plan.written_bytes)}")
-    for note in plan.notes:
-        print_line(f"  {note}")
+    print_notes(plan.notes)
 
 
 def _read(found: Amplification) -> str:

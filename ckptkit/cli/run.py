@@ -1,20 +1,20 @@
-"""`ckptkit run`."""
+"""`ckptkit run`. The flags before it, of workers and how they start, are those of `ckptkit chaos` too."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
-from ckptkit.cli.hosts import Hosts, hosts_of
-from ckptkit.cli.options import DRY_RUN, JSON, seconds
+from ckptkit.cli.options import DRY_RUN, JSON, Parsed, seconds
 from ckptkit.cli.text import print_json, print_line
-from ckptkit.cli.worker_options import COLD, COMMAND, COMMAND_SETTINGS, DEVICES, EVENTS, HANG, PROCESSES
 from ckptkit.events import EventLog
 from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
 from ckptkit.launch.command import python_command
@@ -24,6 +24,39 @@ from ckptkit.launch.logs import LogFiles
 from ckptkit.launch.policy import ExitCode
 from ckptkit.launch.roster import HostLimits, Roster
 from ckptkit.launch.status import FORMAT, write_status
+
+
+def _hang_policy(text: str) -> HangPolicy | None:
+    """From `auto`, `off` or seconds; None where hangs are not looked for."""
+    if text in ("auto", "off"):
+        return HangPolicy() if text == "auto" else None
+    try:
+        return HangPolicy(limit_s=float(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a time; write auto, off, or seconds") from None
+
+
+COMMAND = click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
+COMMAND_SETTINGS = {"ignore_unknown_options": False, "allow_interspersed_args": False}
+PROCESSES = click.option(
+    "--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host."
+)
+DEVICES = click.option(
+    "--devices-per-process", type=click.IntRange(min=1), metavar="N", help="Virtual CPU devices of each process."
+)
+COLD = click.option("--cold", is_flag=True, help="No template: every worker starts from nothing.")
+HANG = click.option(
+    "--hang-timeout",
+    "hang",
+    type=Parsed("seconds", _hang_policy),
+    default="auto",
+    show_default="auto: 10 times the longest pause between steps, at least 1800",
+    metavar="SECONDS|auto|off",
+    help="Restart a job that has made no step for so long, also before its first step.",
+)
+EVENTS = click.option(
+    "--events", metavar="RUN_DIR", help="The job's event logs: write launcher.jsonl here too, for `goodput`."
+)
 
 
 @click.command(context_settings=COMMAND_SETTINGS)
@@ -229,3 +262,74 @@ def _show_plan(
         where = f"{hosts.rendezvous[0]}:{hosts.rendezvous[1]}"
         print_line(f"host {hosts.rank} of a job of {hosts.min} to {hosts.max}; host 0 listens at {where}")
     print_line(f"start: {start} ({why})")
+
+
+SECRET_NAME = "CKPTKIT_SECRET"
+_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+_PORTS = range(20000, 30000)  # below what Linux gives out by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """From `min` to `max` hosts; this agent has `rank`, and rank 0 listens at `rendezvous`."""
+
+    min: int
+    max: int
+    rank: int
+    rendezvous: tuple[str, int]
+    secret: str
+
+
+def hosts_of(
+    environ: Mapping[str, str],
+    nnodes: str | None,
+    rank: int | None,
+    rendezvous: str | None,
+    secret_file: str | None,
+) -> Hosts | None:
+    """None where the job is of this host alone. Raises click's usage errors for what is missing or wrong."""
+    in_slurm = "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ
+    if nnodes is None and in_slurm and int(environ.get("SLURM_STEP_NUM_NODES", "1")) > 1:
+        nnodes = environ["SLURM_STEP_NUM_NODES"]
+    if nnodes is None:
+        if rendezvous is not None or rank is not None:
+            raise click.UsageError("--rendezvous and --node-rank need --nnodes")
+        return None
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", nnodes)
+    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise click.BadParameter(f"{nnodes!r}; write 4, or 3:4 for at least 3 and at most 4", param_hint="--nnodes")
+    if rank is None:
+        rank = next((int(environ[name]) for name in _RANKS if name in environ), None)
+    if rank is None:
+        raise click.UsageError("give --node-rank: nothing in the environment tells which host this is")
+    if rendezvous is None and in_slurm:
+        job = int(environ.get("SLURM_JOB_ID", "0"))
+        rendezvous = f"{first_node(environ['SLURM_STEP_NODELIST'])}:{_PORTS[job % len(_PORTS)]}"
+    if rendezvous is None:
+        raise click.UsageError("give --rendezvous HOST:PORT, where the host of --node-rank 0 listens")
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise click.BadParameter(f"{rendezvous!r}; write HOST:PORT", param_hint="--rendezvous")
+    return Hosts(
+        min=int(match[1]),
+        max=int(match[2] or match[1]),
+        rank=rank,
+        rendezvous=(host.strip("[]"), int(port)),
+        secret=_secret(environ, secret_file),
+    )
+
+
+def first_node(nodes: str) -> str:
+    """The first name in a list of Slurm's: `gpu[003-007,9],x` is `gpu003`."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?([^,]*)", nodes)
+    return nodes if match is None else match[1] + (match[2] or "")
+
+
+def _secret(environ: Mapping[str, str], path: str | None) -> str:
+    if path is not None:
+        return Path(path).read_text().strip()
+    if SECRET_NAME not in environ:
+        raise click.UsageError(
+            f"several hosts need a secret: the same {SECRET_NAME} in the environment of all agents, or --secret-file"
+        )
+    return environ[SECRET_NAME]

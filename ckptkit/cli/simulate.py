@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.parsed import named_number
+from ckptkit.cli.options import named_number
 from ckptkit.cli.prices import PRICE
 from ckptkit.cli.progress import counting_bar
 from ckptkit.cli.text import print_json, print_line, print_table, size_text

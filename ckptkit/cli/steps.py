@@ -12,8 +12,9 @@ from ckptkit.cli.options import HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, fast
 from ckptkit.cli.text import (
     age_text,
     count_text,
-    print_json,
+    print_found,
     print_line,
+    print_notes,
     print_table,
     short_json,
     size_text,
@@ -40,23 +41,12 @@ def steps(
     """List the steps of ROOT over its durable directory and this host's fast tiers, with their state."""
     host = fast_tiers(tiers, host_id)
     listing = list_steps(root, tiers=tiers, host_id=host, step_prefix=step_prefix, timeout_s=timeout_s)
-    if as_json:
-        print_json(listing.to_json())
-    else:
-        show_steps(listing)
+    print_found(listing, show_steps, as_json)
     return exit_with(listing.problems)
 
 
-_STEP_COLUMNS = [
-    ("step", True),
-    ("state", False),
-    ("save", False),
-    ("tiers", False),
-    ("bytes", True),
-    ("age", True),
-    ("processes", False),
-    ("items", False),
-]
+_TITLES = ("step", "state", "save", "tiers", "bytes", "age", "processes", "items")
+_STEP_COLUMNS = [(title, title in ("step", "bytes", "age")) for title in _TITLES]
 _METRICS_CHARS = 80
 
 
@@ -65,8 +55,7 @@ def show_steps(listing: Listing) -> None:
     states = Counter(entry.state for entry in listing.steps)
     others = "".join(f", {count} {state}" for state, count in sorted(states.items()) if state != "committed")
     print_line(f"{listing.root}: {count_text(states['committed'], 'step')}{others}, host {listing.host_id}")
-    for note in listing.notes:
-        print_line(f"  {note}")
+    print_notes(listing.notes)
     if listing.steps:
         told = any(entry.metrics is not None for entry in listing.steps)
         print_line()

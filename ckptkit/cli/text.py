@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +18,12 @@ from ckptkit.inspection.words import size_text as size_text
 _INDENTED_CHARS = 1 << 20
 _RICH_ROWS_MAX = 1000  # rich lays out 2,500 rows a second (measured): plain columns beyond, and in pipes
 
+
+class _Result(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
+_Found = TypeVar("_Found", bound=_Result)
 Columns = Sequence[tuple[str, bool]]  # title, and whether it holds numbers, which are right-aligned
 
 
@@ -66,6 +72,19 @@ def print_table(columns: Columns, rows: Sequence[Sequence[str]]) -> None:
     sys.stdout.write("".join(["  ".join(line).rstrip() + "\n" for line in zip(*padded, strict=True)]))
 
 
+def print_part(columns: Columns, rows: Sequence[Sequence[str]]) -> None:
+    """An empty line and the table; nothing without rows."""
+    if rows:
+        print_line()
+        print_table(columns, rows)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Each on a line, below the one that it is about."""
+    for note in notes:
+        print_line(f"  {note}")
+
+
 def print_top(columns: Columns, rows: Sequence[Sequence[str]], top: int | None) -> None:
     """The first `top` rows of a table (None: all), and how many more there are."""
     print_table(columns, rows[:top])
@@ -98,3 +117,11 @@ def print_json(value: Any) -> None:
         text = json.dumps(value)
     sys.stdout.write((json.dumps(value, indent=2) if len(text) <= _INDENTED_CHARS else text) + "\n")
     sys.stdout.flush()
+
+
+def print_found(found: _Found, show: Callable[[_Found], None], as_json: bool) -> None:
+    """A result as one JSON document, or as `show` prints it."""
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show(found)

@@ -7,9 +7,8 @@ import re
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import HOST_ID, JSON, fast_tiers
-from ckptkit.cli.parsed import Parsed
-from ckptkit.cli.text import age_text, count_text, print_json, print_line, print_table, size_text
+from ckptkit.cli.options import HOST_ID, JSON, Parsed, fast_tiers
+from ckptkit.cli.text import age_text, count_text, print_json, print_line, print_notes, print_part, size_text
 from ckptkit.inspection.records import FORMAT
 from ckptkit.upkeep import ArenaEntry, clean_arenas, list_arenas, require_tiers
 from ckptkit.util import clock
@@ -50,9 +49,7 @@ def list_command(paths: tuple[str, ...], root: str | None, as_json: bool) -> int
     live = sum(each.live for each in found)
     total = size_text(sum(each.stored_bytes + each.quarantine_bytes for each in found))
     print_line(f"{count_text(len(found), 'arena')}, {live} held by a running process, {total}")
-    if found:
-        print_line()
-        print_table(_COLUMNS, [_row(each) for each in found])
+    print_part(_COLUMNS, [_row(each) for each in found])
     return Exit.OK
 
 
@@ -90,13 +87,10 @@ def clean_command(
     verb = "freed" if found.done else "would be freed"
     removed = count_text(len(found.removed), "arena")
     print_line(f"{removed} of host {host}, {size_text(found.freed_bytes)} {verb}; {len(found.kept)} kept")
-    for note in found.notes:
-        print_line(f"  {note}")
+    print_notes(found.notes)
     rows = [[*_row(each), "freed" if found.done else "would go"] for each in found.removed]
     rows += [[*_row(each), f"kept: {why}"] for each, why in found.kept]
-    if rows:
-        print_line()
-        print_table([*_COLUMNS, ("what", False)], rows)
+    print_part([*_COLUMNS, ("what", False)], rows)
     return Exit.OK
 
 

@@ -11,7 +11,7 @@ import click
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT, size
 from ckptkit.cli.outputs import OutputFile, write_whole
-from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
+from ckptkit.cli.text import count_text, print_json, print_line, print_part, print_table, size_text
 from ckptkit.diagnosis.tuner import Proposal, TunePlan, explain_checkpoint, measure, plan_tune
 from ckptkit.diagnosis.tuner.proposing import PROBE_BYTES
 from ckptkit.durable.cells.forecast import SaveForecast
@@ -134,10 +134,8 @@ def _show(found: Proposal, output: Path | None) -> None:
     ]
     rates = [("written", True), ("read", True)]
     print_table([*((name, True) for name in _NUMBERS), ("compression", False), *rates], rows)
-    if found.compressions:
-        print_line()
-        rows = [[each.dtype, each.codec, f"{each.ratio:.2f}", _rate(each.bytes_per_s)] for each in found.compressions]
-        print_table([("dtype", False), ("codec", False), ("stored", True), ("encoded", True)], rows)
+    rows = [[each.dtype, each.codec, f"{each.ratio:.2f}", _rate(each.bytes_per_s)] for each in found.compressions]
+    print_part([("dtype", False), ("codec", False), ("stored", True), ("encoded", True)], rows)
     print_line()
     for reason in found.reasons:
         print_line(reason)

@@ -1,4 +1,4 @@
-"""`ckptkit prune`, `rollback`, `pin` and `unpin`."""
+"""What keeps a root in order: `ckptkit prune`, `rollback`, `pin`, `unpin`, `copy` and `sign`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,36 @@ from ckptkit.cli.options import (
     root_and_step,
     seconds,
 )
-from ckptkit.cli.show_verification import progress_line
-from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
+from ckptkit.cli.progress import progress_bar, progress_line
+from ckptkit.cli.sources import leased_sources
+from ckptkit.cli.text import (
+    count_text,
+    print_found,
+    print_json,
+    print_line,
+    print_notes,
+    print_part,
+    print_table,
+    size_text,
+)
 from ckptkit.model.tiers import DURABLE
-from ckptkit.upkeep import Keep, Pinning, PrunePlan, RollbackPlan, plan_prune, plan_rollback
+from ckptkit.upkeep import (
+    AdoptedAs,
+    CopyPlan,
+    Keep,
+    Pinning,
+    PrunePlan,
+    RollbackPlan,
+    Signing,
+    plan_copy,
+    plan_prune,
+    plan_rollback,
+)
+from ckptkit.upkeep import copy as copy_steps
 from ckptkit.upkeep import pin as pin_step
 from ckptkit.upkeep import prune as prune_root
 from ckptkit.upkeep import rollback as roll_back
+from ckptkit.upkeep import sign as sign_step
 from ckptkit.upkeep import unpin as unpin_step
 
 UNREAD = click.option("--unread", is_flag=True, help="Trust a step's records, and read no array.")
@@ -71,10 +94,7 @@ def prune(
         plan = plan_prune(root, keep, unread=unread, step_prefix=step_prefix, timeout_s=timeout_s, progress=progress)
     if not dry_run:
         plan = prune_root(plan, wait_s=wait_s, timeout_s=timeout_s)
-    if as_json:
-        print_json(plan.to_json())
-    else:
-        show_prune(plan)
+    print_found(plan, show_prune, as_json)
     return exit_with(plan.problems)
 
 
@@ -118,10 +138,7 @@ def rollback(
         )
     if not dry_run:
         plan = roll_back(plan, timeout_s=timeout_s)
-    if as_json:
-        print_json(plan.to_json())
-    else:
-        show_rollback(plan)
+    print_found(plan, show_rollback, as_json)
     sys.stdout.flush()
     return Exit.OK
 
@@ -177,39 +194,130 @@ def show_prune(plan: PrunePlan) -> None:
     print_line(f"{plan.root}: {freed}; {proven}")
     for note in plan.notes:
         print_line(f"  left: {note}")
-    if plan.steps:
-        print_line()
-        rows = [
-            [
-                str(each.step),
-                each.name,
-                each.state,
-                "" if each.save_id is None else str(each.save_id),
-                size_text(each.stored_bytes),
-                words[each.act],
-                ", ".join(each.reasons),
-            ]
-            for each in plan.steps
+    rows = [
+        [
+            str(each.step),
+            each.name,
+            each.state,
+            "" if each.save_id is None else str(each.save_id),
+            size_text(each.stored_bytes),
+            words[each.act],
+            ", ".join(each.reasons),
         ]
-        titles = ("step", "directory", "state", "save", "bytes", "what", "why")
-        print_table([(title, title in ("step", "bytes")) for title in titles], rows)
+        for each in plan.steps
+    ]
+    titles = ("step", "directory", "state", "save", "bytes", "what", "why")
+    print_part([(title, title in ("step", "bytes")) for title in titles], rows)
 
 
 def show_rollback(plan: RollbackPlan) -> None:
     """Prints it on stdout."""
     verb = "abandoned" if plan.done else "would be abandoned"
     print_line(f"{plan.root}: goes on from step {plan.step}; {count_text(len(plan.abandoned), 'newer step')} {verb}")
-    for note in plan.notes:
-        print_line(f"  {note}")
-    if plan.abandoned:
-        print_line()
-        rows = [
-            [
-                str(each.step),
-                ", ".join(at.path.rpartition("/")[2] for at in each.holdings if at.tier == DURABLE),
-                "" if each.save_id is None else str(each.save_id),
-                ", ".join(holding.tier for holding in each.holdings),
-            ]
-            for each in plan.abandoned
+    print_notes(plan.notes)
+    rows = [
+        [
+            str(each.step),
+            ", ".join(at.path.rpartition("/")[2] for at in each.holdings if at.tier == DURABLE),
+            "" if each.save_id is None else str(each.save_id),
+            ", ".join(holding.tier for holding in each.holdings),
         ]
-        print_table([("step", True), ("directory", False), ("save", False), ("tiers", False)], rows)
+        for each in plan.abandoned
+    ]
+    print_part([("step", True), ("directory", False), ("save", False), ("tiers", False)], rows)
+
+
+_TITLES = ("step", "directory", "save", "bytes", "objects", "what")
+_COLUMNS = [(title, title in ("step", "bytes", "objects")) for title in _TITLES]
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--as-step", type=click.IntRange(min=0), metavar="N", help="The number of the one step SRC in DST.")
+@click.option(
+    "--as",
+    "adopted",
+    type=click.Choice(["newest", "history"]),
+    help="Give the one step SRC a new identity among the steps of another run in DST.",
+)
+@STEP_PREFIX
+@DRY_RUN
+@click.option("--resume", is_flag=True, help="Continue an interrupted run of the same copy.")
+@JSON
+@TIMEOUT
+def copy(
+    source: str,
+    target: str,
+    as_step: int | None,
+    adopted: AdoptedAs | None,
+    step_prefix: str | None,
+    dry_run: bool,
+    resume: bool,
+    as_json: bool,
+    timeout_s: float,
+) -> int:
+    """Copy the steps of the root SRC, or the one step SRC in a root, to the root DST, between disks and buckets.
+
+    Every step is verified at DST before its commit marker is written, so DST holds the complete step or no step. A job
+    may be running on SRC. A step of another run than that in DST is refused. With --as it gets a new identity: as the
+    newest step, which the next restart takes, or as history, which a restart takes only by its number.
+    """
+    plan = plan_copy(source, target, as_step=as_step, adopted=adopted, step_prefix=step_prefix, timeout_s=timeout_s)
+    if not dry_run:
+        with progress_bar() as progress:
+            plan = copy_steps(plan, resume=resume, timeout_s=timeout_s, progress=progress)
+    print_found(plan, _show_copy, as_json)
+    return exit_with(plan.problems)
+
+
+def _show_copy(plan: CopyPlan) -> None:
+    copied = [each for each in plan.steps if each.act == "copy"]
+    verb = "copied and proven" if plan.done else "would be copied"
+    count = f"{count_text(len(copied), 'step')}, {size_text(plan.copied_bytes)}"
+    print_line(f"{plan.source} to {plan.target}: {count} {verb}")
+    print_notes(plan.notes)
+    print_line()
+    words = {"copy": "copied" if plan.done else "to copy", "skip": "there already", "leave": "left"}
+    rows = [
+        [
+            str(each.step),
+            each.target.rpartition("/")[2],
+            "" if each.save_id is None else str(each.save_id),
+            size_text(each.stored_bytes),
+            str(len(each.sizes)),
+            words[each.act] + (f": {each.reason}" if each.act == "leave" else ""),
+        ]
+        for each in plan.steps
+    ]
+    print_table(_COLUMNS, rows)
+
+
+@click.command()
+@click.argument("path", metavar="STEP")
+@click.option("--key", required=True, metavar="FILE", help="The private key: elliptic, in PEM, not encrypted.")
+@DRY_RUN
+@JSON
+@TIMEOUT
+def sign(path: str, key: str, dry_run: bool, as_json: bool, timeout_s: float) -> int:
+    """Sign the committed step directory STEP, or a tree of `ckptkit.save`: `verify --key` and `restore(trusted=...)`
+    accept it as it is now, and nothing else.
+
+    Every cell is compared with the digest of the save first, and damage is not signed. Every byte is read twice. A job
+    may be running. Needs ckptkit-jax[sign].
+    """
+    with leased_sources([path], timeout_s), progress_line() as progress:
+        found = sign_step(path, key, dry_run=dry_run, timeout_s=timeout_s, progress=progress)
+    print_found(found, _show_signing, as_json)
+    return Exit.OK
+
+
+def _show_signing(found: Signing) -> None:
+    verb = "signed" if found.done else "would be signed"
+    cells, files = count_text(found.cells[0], "cell"), count_text(found.files[0], "file")
+    print_line(
+        f"{found.path}: save {found.save_id} {verb} by {found.key}: {cells} ({size_text(found.cells[1])}), {files} "
+        f"({size_text(found.files[1])})"
+    )
+    for name in found.unread:
+        print_line(f"  item {name} is signed as files; a restore with `trusted` does not give it back")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import click
 
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers
-from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
-from ckptkit.cli.text import print_json
+from ckptkit.cli.progress import progress_line
+from ckptkit.cli.text import count_text, print_found, print_line, print_notes, print_part, size_text
 from ckptkit.durable.signatures import TrustedKey
 from ckptkit.upkeep import with_signatures
+from ckptkit.verification import Scrub, StepProof, Treatment, Verification
 from ckptkit.verification import scrub as scrub_root
 from ckptkit.verification import verify as verify_path
 
@@ -33,10 +36,7 @@ def verify(
         found = verify_path(path, step, step_prefix=step_prefix, timeout_s=timeout_s, progress=progress)
     if trusted is not None:
         found = with_signatures(found, trusted, timeout_s=timeout_s)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        show_verification(found)
+    print_found(found, show_verification, as_json)
     findings = [str(finding) for proof in found.steps for finding in proof.findings]
     return exit_with([*found.problems, *findings])
 
@@ -76,9 +76,55 @@ def scrub(
             timeout_s=timeout_s,
             progress=progress,
         )
-    if as_json:
-        print_json(found.to_json())
-    else:
-        show_scrub(found)
+    print_found(found, show_scrub, as_json)
     left = [str(finding) for finding in found.findings] if found.damaged else []
     return exit_with([*found.problems, *left])
+
+
+_TITLES = ("step", "state", "save", "cells", "bytes", "where", "why")
+_COLUMNS = [(title, title in ("step", "cells", "bytes")) for title in _TITLES]
+_TREATED = [(title, title == "step") for title in ("step", "save", "copy", "where", "what", "from", "why")]
+
+
+def show_verification(found: Verification) -> None:
+    """Prints it on stdout."""
+    counts = Counter(proof.state for proof in found.steps)
+    others = "".join(f", {counts[state]} {state}" for state in ("unproven", "incomplete") if counts[state])
+    saves = count_text(len(found.steps), "save")
+    what = "" if found.item is None else f"item {found.item}, of no step: "
+    print_line(f"{found.path}: {what}{saves}, {counts['proven']} proven, {counts['corrupt']} corrupt{others}")
+    print_notes(found.notes)
+    print_part(_COLUMNS, [_row(proof, found.item) for proof in found.steps])
+
+
+def show_scrub(found: Scrub) -> None:
+    """Prints it on stdout."""
+    damaged, copies = len(found.treatments), count_text(found.checked, "copy", "copies")
+    print_line(f"{found.root}: {copies}, {damaged} damaged{'' if found.repair else ', nothing was changed'}")
+    print_notes(found.notes)
+    print_part(_TREATED, [_treated(each) for each in found.treatments])
+
+
+def _row(proof: StepProof, item: str | None) -> list[str]:
+    save = "" if proof.save_id is None else str(proof.save_id)
+    cells, checked_bytes = proof.checked
+    return [
+        str(proof.step) if item is None else "-",
+        proof.state,
+        save,
+        str(cells),
+        size_text(checked_bytes),
+        proof.path,
+        proof.reason or "",
+    ]
+
+
+def _treated(each: Treatment) -> list[str]:
+    words = {
+        "repair": "repaired" if each.done else "can be repaired",
+        "quarantine": "put aside" if each.done else "would be put aside",
+        "leave": "left",
+    }
+    sources = ", ".join(f"{name} ({size_text(size)})" for name, size in each.sources.items())
+    save = "" if each.save_id is None else str(each.save_id)
+    return [str(each.step), save, each.kind, each.path, words[each.act], sources, each.reason or ""]

@@ -15,8 +15,7 @@ import numpy as np
 
 from ckptkit.conversion import lora
 from ckptkit.conversion.journal import fingerprint
-from ckptkit.conversion.mapping import MapRule, Tensors, add_into, is_floating, mapped
-from ckptkit.conversion.naming import LeafNames
+from ckptkit.conversion.mapping import LeafNames, MapRule, Tensors, add_into, is_floating, mapped
 from ckptkit.errors import MergeError, StepNotFoundError
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, FormatFacts, Tensor
 from ckptkit.model.boxes import Box
@@ -84,7 +83,9 @@ def averaged(sources: Sequence[Checkpoint], *, memory_bytes: int = MEMORY_BYTES)
             if (one.shape, one.dtype, one.leaf.key_impl) != (two.shape, two.dtype, two.leaf.key_impl):
                 ours, theirs = describe(one.dtype.name, one.shape), describe(two.dtype.name, two.shape)
                 differences.append(f"{name} is {ours} in {first[0]}, {theirs} in {path}")
-            elif not is_floating(one) and not _equal(one, two, memory_bytes):
+            elif not is_floating(one) and any(
+                one.read(box).tobytes() != two.read(box).tobytes() for box in one.blocks(memory_bytes // 2)
+            ):
                 differences.append(f"{name} is {one.dtype.name}, has no mean, and differs in {path}")
     if differences:
         raise MergeError(differences, advice="Take the same parts of all with `ckptkit extract --only` first.")
@@ -141,10 +142,6 @@ def _ruled(source: Checkpoint, rules: Sequence[MapRule]) -> Tensors:
     tensors = source.by_name()
     names = LeafNames(tensors)
     return mapped(tensors, [rule for rule in rules if names.matching(rule.old[0])])
-
-
-def _equal(one: Tensor, two: Tensor, memory_bytes: int) -> bool:
-    return all(one.read(box).tobytes() == two.read(box).tobytes() for box in one.blocks(memory_bytes // 2))
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

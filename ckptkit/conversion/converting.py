@@ -13,17 +13,11 @@ from typing import Any, Literal, final
 
 from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
+from ckptkit.conversion.item_writer import require_tree, write_step
 from ckptkit.conversion.journal import Journal, fingerprint
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
-from ckptkit.conversion.orbax_step import require_tree, write_step
 from ckptkit.conversion.passes import BytesProgress, counted
-from ckptkit.conversion.quantizing import (
-    Quantization,
-    QuantizedWeights,
-    dequantized,
-    quantization_config,
-    quantized,
-)
+from ckptkit.conversion.quantizing import Quantization, QuantizedWeights, dequantized, quantization_config, quantized
 from ckptkit.conversion.roots import require_fitting
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX

@@ -121,10 +121,6 @@ class Destination:
                 path=self.target,
             )
 
-    def require_own(self) -> None:
-        """Raises `CheckpointError` where something lies at the target that this work did not write."""
-        self._own_files()
-
     def require_free(self) -> None:
         """Raises `CheckpointError` where a bucket's target is a whole checkpoint by now: what an interrupted work has
         left there would be cleared, or gone on with, on top of it. Cost: two requests."""
@@ -260,7 +256,7 @@ class Destination:
         """Makes what was written the target. Where it is not renamed, a directory of Orbax's is one once `marker` is in
         it."""
         renamed = self.properties.atomic_rename
-        self.require_own()
+        self._own_files()  # raises where something else lies there
         if marker is not None and renamed:
             self.put([(paths.COMMIT_MARK, marker.encode())])
         if self.properties.file_system:

@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import numpy as np
 
-from ckptkit.conversion.naming import LeafNames
 from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.dtypes import plain_dtype
 from ckptkit.formats.tensors import Tensor
 from ckptkit.inspection.places import local_kind, nothing_at, require_regular
 from ckptkit.inspection.records import LeafInfo
 from ckptkit.model.boxes import Box
-from ckptkit.model.leaf_patterns import Rename
+from ckptkit.model.leaf_patterns import Rename, matches, short_names
 from ckptkit.util.words import first_of
 
 _T = TypeVar("_T")
@@ -308,3 +307,40 @@ def _without(values: Sequence[int], axis: int) -> tuple[int, ...]:
 def tensors_bytes(tensors: Tensors) -> int:
     """Bytes of all of them in memory."""
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+
+
+@final
+class LeafNames:
+    """The names of tensors: as stored, without NNX's last `value`, and either of them after `item:`, as `inspect`
+    prints it."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._forms: dict[str, tuple[str, ...]] = {}
+        short = short_names(list(tensors))
+        of_item = short_names([tensor.name for tensor in tensors.values()])
+        for (name, tensor), shorter, own in zip(tensors.items(), short, of_item, strict=True):
+            with_item = (f"{tensor.item}:{tensor.name}", f"{tensor.item}:{own}") if tensor.item else ()
+            self._forms[name] = tuple(dict.fromkeys((name, shorter, *with_item)))
+        self._stored = {form: name for name, forms in self._forms.items() for form in forms[::-1]}
+        self._stored.update({name: name for name in self._forms})
+
+    def matching(self, pattern: str) -> dict[str, str]:
+        """The leaves whose name matches a pattern: by stored name, the first form that matched."""
+        found = {}
+        for name, forms in self._forms.items():
+            form = next((form for form in forms if matches(pattern, form)), None)
+            if form is not None:
+                found[name] = form
+        return found
+
+    def below(self, pattern: str) -> set[str]:
+        """The stored names of the leaf or sub-tree of that name, and of the leaves that match it as a pattern."""
+        return {
+            name
+            for name, forms in self._forms.items()
+            if any(form == pattern or form.startswith(f"{pattern}.") or matches(pattern, form) for form in forms)
+        }
+
+    def stored(self, form: str) -> str | None:
+        """The stored name of the leaf that is called so; None where there is none."""
+        return self._stored.get(form)

@@ -14,8 +14,7 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from ckptkit.conversion.mapping import Tensors, is_floating
-from ckptkit.conversion.naming import LeafNames
+from ckptkit.conversion.mapping import LeafNames, Tensors, is_floating
 from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.tensors import Tensor
 from ckptkit.inspection.records import LeafInfo

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,36 +65,24 @@ def _tensor(ranges: Ranges, entry: ZipEntry) -> Tensor:
             shown = np.dtype(f"V{stored.itemsize}") if meant else stored
             if meant and (stored != shown or note["shape"] != list(shape)):
                 raise ValueError(f"an array of {stored}{list(shape)} cannot be {str(note)[:100]}")
-            dtype, _, key_impl = noted(*_as_noted(stored, shape, meant), note, known_dtypes())
+            as_noted = np.dtype(f"int{8 * stored.itemsize}") if meant else stored  # raw bytes count as integers
+            dtype, _, key_impl = noted(as_noted, shape, note, known_dtypes())
         if dtype.kind == "V" and dtype.isbuiltin != 2:
             raise ValueError(f"its dtype is {stored.str}, and no note names the real dtype")
     strides = c_strides(shape[::-1])[::-1] if fortran else c_strides(shape)
     name = entry.name.removesuffix(SUFFIX)
     plain = dtype.newbyteorder("=")
+
+    def fetch(box: Box) -> np.ndarray:
+        return fetch_strided(inner, start, shape, strides, dtype, box).astype(plain, copy=False)
+
     span = FileSpan(path=ranges.path, start=entry.start + start, stop=entry.start + inner.size)
     return Tensor(
         item="arrays",
         leaf=LeafInfo(path=tuple(name.split(".")), kind="numpy", dtype=plain.name, shape=shape, key_impl=key_impl),
-        fetch=partial(_fetch, inner, start, shape, strides, dtype, plain),
+        fetch=fetch,
         spans=() if entry.compressed else (span,),
     )
-
-
-def _as_noted(stored: np.dtype[Any], shape: tuple[int, ...], meant: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """In a note, raw bytes count as integers of the same width."""
-    return (np.dtype(f"int{8 * stored.itemsize}"), shape) if meant else (stored, shape)
-
-
-def _fetch(
-    ranges: Ranges,
-    start: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: np.dtype[Any],
-    plain: np.dtype[Any],
-    box: Box,
-) -> np.ndarray:
-    return fetch_strided(ranges, start, shape, strides, dtype, box).astype(plain, copy=False)
 
 
 def _header(ranges: EntryRanges) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:

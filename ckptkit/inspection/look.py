@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,21 +12,23 @@ from pathlib import Path
 from typing import Literal
 
 from ckptkit.durable.lifecycle.certificates import certified_saves
+from ckptkit.durable.lifecycle.classify import grain_names_in
 from ckptkit.durable.sidecars import incomplete, of_one_save
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.arrays import read_arrays
-from ckptkit.inspection.directories import (
+from ckptkit.inspection.places import (
+    Place,
     committed_at_s,
-    grain_names,
     is_committed,
     is_slot_directory,
     item_kind,
     json_name,
     json_value,
+    local_kind,
+    nothing_at,
+    readable,
     step_items,
 )
-from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
-from ckptkit.inspection.provenance import provenance_of
 from ckptkit.inspection.records import Inspection, Item, SaveOrigin
 from ckptkit.inspection.roots import newest_committed, read_ancestry, read_root
 from ckptkit.inspection.shares import (
@@ -41,6 +44,7 @@ from ckptkit.inspection.shares import (
     sidecars_lost,
 )
 from ckptkit.inspection.sharing import shared_files
+from ckptkit.inspection.words import sharding_words
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, Writer
 from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
@@ -227,7 +231,7 @@ def _item(place: Place, sidecar: Manifest | None, aside: list[str], problems: li
             value = json_value(place, name)
             return Item(name=place.name, kind="json", layout="file", stored_bytes=stored, value=value)
         if kind == "grain":
-            value = {name: json_value(place, name) for name in grain_names(place)}
+            value = {name: json_value(place, name) for name in grain_names_in(place.names())}
             return Item(name=place.name, kind="grain", layout="file per process", stored_bytes=stored, value=value)
     except CorruptCheckpointError as error:
         problems.append(str(error))
@@ -300,3 +304,44 @@ def _of_manifest(path: Path, manifest: Manifest, kind: Literal["slot", "item"], 
         notes=(note,),
         problems=tuple(problems),
     )
+
+
+_OF_EACH = "command"  # each process has its own: that of the first is shown
+_SHOWN_MAX = 4  # values of one name
+
+
+def provenance_of(writers: Sequence[Writer], manifest: Manifest) -> dict[str, str]:
+    """By name, what the processes ran with, and under `mesh` the axes of the meshes in one of their manifests, the most
+    used first.
+
+    Where processes differ, the value names how many had which. Empty for a save without provenance. Raises
+    `CorruptCheckpointError` for a sharding that no writer writes.
+    """
+    told = [writer.provenance for writer in writers if writer.provenance]
+    if not told:
+        return {}
+    found = {name: _together(name, [each.get(name, "unknown") for each in told]) for name in told[0]}
+    meshes = _meshes(manifest)
+    return {**found, "mesh": "; ".join(meshes)} if meshes else found
+
+
+def _together(name: str, values: Sequence[str]) -> str:
+    counts = Counter(values)
+    if name == _OF_EACH or len(counts) == 1:
+        return values[0]
+    shown = [f"{value} ({count} of {len(values)} processes)" for value, count in counts.most_common(_SHOWN_MAX)]
+    return ", ".join(shown) + ", ..." * (len(counts) > _SHOWN_MAX)
+
+
+def _meshes(manifest: Manifest) -> list[str]:
+    texts = Counter(
+        text
+        for leaves in manifest.arrays.values()
+        for leaf in leaves
+        if (text := leaf.extra.get("sharding")) is not None
+    )
+    counts = Counter[str]()
+    with readable("a sharding"):
+        for text, count in texts.items():
+            counts[sharding_words(text).partition(") on ")[2]] += count
+    return [mesh for mesh, _ in counts.most_common(_SHOWN_MAX) if mesh]

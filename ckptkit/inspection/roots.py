@@ -9,19 +9,11 @@ from functools import partial
 from typing import Literal, final
 
 from ckptkit.durable.lifecycle.certificates import certified_saves
-from ckptkit.durable.lifecycle.classify import (
-    Content,
-    NameFormat,
-    StepClass,
-    class_of,
-    content_of,
-    run_format,
-)
+from ckptkit.durable.lifecycle.classify import Content, NameFormat, StepClass, class_of, content_of, run_format
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.sidecars import incomplete, marked_save, of_one_save, wrong_step
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.directories import ItemKind, committed_at_s, is_committed, item_kind, step_items
-from ckptkit.inspection.places import Place, readable
+from ckptkit.inspection.places import ItemKind, Place, committed_at_s, is_committed, item_kind, readable, step_items
 from ckptkit.inspection.records import StepState
 from ckptkit.inspection.shares import items_missing, marked_above, read_sidecars, sidecar_processes, sidecars_lost
 from ckptkit.model import paths

@@ -22,8 +22,7 @@ from ckptkit.durable.sidecars import (
     under_name,
 )
 from ckptkit.errors import CorruptCheckpointError, StoreError
-from ckptkit.inspection.directories import item_handlers
-from ckptkit.inspection.places import Place, readable, require_regular
+from ckptkit.inspection.places import Place, item_handlers, readable, require_regular
 from ckptkit.inspection.records import Item, LeafInfo
 from ckptkit.inspection.words import dtype_name, sharding_words
 from ckptkit.model import paths

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.errors import CorruptCheckpointError, StoreError
-from ckptkit.inspection.directories import json_value, step_items
-from ckptkit.inspection.places import Place, no_directory
+from ckptkit.inspection.places import Place, json_value, no_directory, step_items
 from ckptkit.inspection.records import Holding, Listing, StepEntry
 from ckptkit.inspection.roots import DurableStep, certified_in, read_ancestry, read_root
 from ckptkit.inspection.shares import Share, read_shares

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptkit.errors import StepNotFoundError
-from ckptkit.inspection.directories import item_handlers, step_items
-from ckptkit.inspection.places import Place
+from ckptkit.inspection.places import Place, item_handlers, step_items
 from ckptkit.job.coordination import ScopedCoordinator
 from ckptkit.manager.build import Components
 from ckptkit.manager.calls import CollectiveCalls

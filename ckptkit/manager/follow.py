@@ -16,8 +16,7 @@ from ckptkit.durable.lifecycle.leases import Lease
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
 from ckptkit.events import EventLog, Kind
-from ckptkit.inspection.directories import is_committed
-from ckptkit.inspection.places import Place
+from ckptkit.inspection.places import Place, is_committed
 from ckptkit.job.coordination import make_coordinator
 from ckptkit.manager import CheckpointManager
 from ckptkit.model.cells import digested_cells

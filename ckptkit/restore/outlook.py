@@ -11,8 +11,7 @@ from typing import Any
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError, NoRestorableStepError, StepNotFoundError, TreeMismatchError
 from ckptkit.events import EventLog
-from ckptkit.inspection.directories import is_slot_directory
-from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.places import Place, is_slot_directory, nothing_at
 from ckptkit.inspection.roots import read_ancestry, read_root
 from ckptkit.inspection.shares import read_share, read_shares
 from ckptkit.inspection.steps import tier_shares

@@ -16,8 +16,7 @@ from ckptkit.durable.orbax.v1 import NEWER_HANDLER
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError
 from ckptkit.inspection.arrays import read_arrays
-from ckptkit.inspection.directories import item_kind, json_name, step_items
-from ckptkit.inspection.places import Place, readable
+from ckptkit.inspection.places import Place, item_kind, json_name, readable, step_items
 from ckptkit.model.manifest import LeafRecord
 from ckptkit.model.paths import JSON_VALUE, JSON_VALUE_V1, STEP_METADATA
 from ckptkit.model.tiers import DURABLE

@@ -16,8 +16,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ckptkit.errors import StepNotFoundError, SurgeryError
-from ckptkit.inspection.directories import item_kind
-from ckptkit.inspection.places import Place
+from ckptkit.inspection.places import Place, item_kind
 from ckptkit.inspection.shares import sidecar_processes
 from ckptkit.manager.checkpoint_manager import CheckpointManager
 from ckptkit.model import paths

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from ckptkit.durable.lifecycle.adoption import AdoptedAs, Adoption, plan_adoption
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
-from ckptkit.inspection.directories import item_kind
-from ckptkit.inspection.places import Place, no_directory
+from ckptkit.inspection.places import Place, item_kind, no_directory
 from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.roots import DurableStep, RootSteps, read_root
 from ckptkit.model import paths
@@ -159,7 +158,7 @@ def _whole_root(here: _Root, there: _Root) -> CopyPlan:
     into, ours, theirs = there.place.url, here.ancestry, there.ancestry
     follows = theirs == ours or _follows(ours, theirs)
     if (theirs.epoch and not follows) or (
-        _is_in_use(there) and (theirs.epoch or ours.epoch) and _are_apart(here, there)
+        _is_in_use(there) and (theirs.epoch or ours.epoch) and here.shares_saves_with(there) < 0
     ):
         raise CheckpointError(f"{into} has a history of its own (epoch {theirs.epoch}); name an empty root", path=into)
     if not chosen:
@@ -178,11 +177,6 @@ def _whole_root(here: _Root, there: _Root) -> CopyPlan:
 
 def _is_in_use(root: _Root) -> bool:
     return bool(root.steps) or root.ancestry.epoch > 0
-
-
-def _are_apart(here: _Root, there: _Root) -> bool:
-    """Whether two roots are of different runs, as far as their records and saves show it."""
-    return here.shares_saves_with(there) < 0
 
 
 def _single(here: _Root, there: _Root, url: str, as_step: int | None, adopted: AdoptedAs | None) -> CopyPlan:

@@ -24,8 +24,7 @@ from ckptkit.durable.lifecycle.shield import shield_records
 from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError, StoreFullError
 from ckptkit.formats.ranges import open_ranges
-from ckptkit.inspection.directories import step_items
-from ckptkit.inspection.places import Place
+from ckptkit.inspection.places import Place, step_items
 from ckptkit.model import paths
 from ckptkit.store import open_store, put_new
 from ckptkit.store.backends import properties_of

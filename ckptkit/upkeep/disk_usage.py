@@ -14,8 +14,7 @@ from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.lifecycle.pins import pin_reason, pinned_steps
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.directories import item_kind
-from ckptkit.inspection.places import Place, local_kind, no_directory
+from ckptkit.inspection.places import Place, item_kind, local_kind, no_directory
 from ckptkit.inspection.records import FORMAT, StepState
 from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
 from ckptkit.inspection.steps import no_slots, no_tier
@@ -31,6 +30,9 @@ DeadKind = Literal["leftover", "abandoned", "quarantine", "stray", "unreferenced
 _METADATA = frozenset(
     {TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, paths.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"}
 )
+_INSPECTED = "delete it when no person needs it for inspection"
+_STRAY = "neither a step nor a record: inspect it"
+_UNFINISHED = "a save in flight, or interrupted: the next save of its number replaces it; or delete it without a job"
 _LEAVING = paths.LEAVING_DIR.rpartition("/")[2]
 _ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what Orbax's manager keeps next to steps
 
@@ -119,20 +121,14 @@ def usage(
     pinned = pinned_steps(place.store)
     used = PruneGuard(place.store).leased([each.step for each in found]) - pinned
     dead = _root_dead(place, found)
-    dead += [
-        DeadWeight(
-            kind="abandoned", path=s.place.url, stored_bytes=s.place.stored_bytes(), remedy=_abandoned(s, pinned)
-        )
-        for s in steps
-        if s.state == "abandoned"
-    ]
+    dead += [_dead("abandoned", each.place, _abandoned(each, pinned)) for each in steps if each.state == "abandoned"]
     arenas = list_arenas(tiers, root=place.url, host_id=host_id)
     dead += [
         DeadWeight(
             kind="quarantine",
             path=f"{each.path}/{QUARANTINE_DIR}",
             stored_bytes=each.quarantine_bytes,
-            remedy="delete it when no person needs it for inspection",
+            remedy=_INSPECTED,
         )
         for each in arenas
         if each.quarantine_bytes
@@ -223,28 +219,20 @@ def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
         if name == paths.SIDECAR_DIR:
             aside = below.below(QUARANTINE_DIR)
             if aside.names():
-                dead.append(_dead("quarantine", aside, "delete it when no person needs it for inspection"))
+                dead.append(_dead("quarantine", aside, _INSPECTED))
             leaving = below.below(_LEAVING)
             if leaving.names():
                 dead.append(_dead("leftover", leaving, "steps that are being deleted, or were: the job's next start"))
         elif name in known and known[name].state != "unfinished":
             continue
         elif paths.step_of_name(name) is not None:
-            remedy = (
-                "a save in flight, or interrupted: the next save of its number replaces it; or delete it without a job"
-            )
-            dead.append(_dead("leftover", below, remedy))
+            dead.append(_dead("leftover", below, _UNFINISHED))
         elif name not in _ROOT_FILES:
-            dead.append(_dead("stray", below, "neither a step nor a record: inspect it"))
+            dead.append(_dead("stray", below, _STRAY))
     files = [name for name in place.names() if not name.endswith("/") and name not in _METADATA]
     sizes = {name: place.store.stat(name) for name in files}
     return dead + [
-        DeadWeight(
-            kind="stray",
-            path=f"{place.url}/{name}",
-            stored_bytes=size.size_bytes,
-            remedy="neither a step nor a record: inspect it",
-        )
+        DeadWeight(kind="stray", path=f"{place.url}/{name}", stored_bytes=size.size_bytes, remedy=_STRAY)
         for name, size in sizes.items()
         if size is not None
     ]

@@ -293,7 +293,8 @@ def _still_there(plan: PrunePlan, timeout_s: float) -> dict[str, SaveId | None]:
     place = Place.open(plan.root, timeout_s=timeout_s)
     ancestry = EpochRecords(place.store).read()
     # Names of the plan itself: the directories that go may be those that decided on a name format.
-    found = {each.place.url: each for each in read_root(place, ancestry, step_prefix=_prefix_of(plan)).steps}
+    prefix = plan.steps[0].name.rpartition("_")[0]
+    found = {each.place.url: each for each in read_root(place, ancestry, step_prefix=prefix).steps}
     stays = [each for each in plan.steps if each.step == plan.proven and each.act == "keep"]
     whole = all(
         each.path in found and found[each.path].state == "committed" and found[each.path].save_id == each.save_id
@@ -305,10 +306,6 @@ def _still_there(plan: PrunePlan, timeout_s: float) -> dict[str, SaveId | None]:
             path=plan.root,
         )
     return {url: each.save_id for url, each in found.items()}
-
-
-def _prefix_of(plan: PrunePlan) -> str:
-    return plan.steps[0].name.rpartition("_")[0]
 
 
 def _removed(each: PruneStep) -> bool:

@@ -18,8 +18,7 @@ from ckptkit.durable.read_step import DurableReader
 from ckptkit.durable.signatures import SigningKey, TrustedKey
 from ckptkit.durable.signed_files import is_covered, left_out, read_signature
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, UntrustedStepError
-from ckptkit.inspection.directories import is_committed, item_kind
-from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.places import Place, is_committed, item_kind, nothing_at
 from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.shares import sidecar_processes
 from ckptkit.model import paths

@@ -7,31 +7,31 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ckptkit.durable.cells.local_reader import PlacedCells
+from ckptkit.durable.lifecycle.classify import grain_names_in
 from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, is_text_leaf
 from ckptkit.durable.read_step import DurableReader, without_identity
 from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import read_arrays
-from ckptkit.inspection.directories import (
+from ckptkit.inspection.places import (
+    Place,
     committed_at_s,
-    grain_names,
     is_committed,
     item_handlers,
     item_kind,
     json_name,
     json_value,
+    readable,
     step_items,
 )
-from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.shares import (
     items_missing,
     joined_problems,
@@ -185,32 +185,38 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
     items, handlers = items_of(place), item_handlers(place)
     if not items:
         findings.append(Finding(path=place.url, problem=f"{place.url} is a step without any item"))
-    readable_items = [
-        item for item in items if _said(findings, item.url, partial(_sidecars_into, sidecars, item, step))
-    ]
+    readable_items = []
+    for item in items:
+        with _reported(findings, item.url):
+            _sidecars_into(sidecars, item, step)
+            readable_items.append(item)
     first = next((manifests[0] for manifests in sidecars.values()), None)
     as_files = set() if first is None else {name for name, each in first.inline.items() if each["kind"] == FILES}
     for item in readable_items:
         if (manifests := sidecars.get(item.name)) is not None:
             checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, manifests)
             stock.notes.extend(joined_problems(item, manifests))
-            _said(findings, item.url, partial(_check_structure, item, manifests, timeout_s, findings))
+            with _reported(findings, item.url):
+                _check_structure(item, manifests, timeout_s, findings)
         elif item.name in as_files and first is not None:
             for manifest in with_file_leaves(next(iter(sidecars.values()))):
                 if item.name in manifest.arrays:  # large ones; small ones are compared file by file
                     checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, [manifest])
         else:
             handler = handlers.get("" if item is place else item.name, "")
-            _said(findings, item.url, partial(_stock_into, kinds, stock, item, handler))
+            with _reported(findings, item.url):
+                kinds[item.name] = stock.add(item, item.name, handler)
     if mixed := several_saves(place.url, (manifests[0].save_id for manifests in sidecars.values())):
         findings.append(Finding(path=place.url, problem=mixed))
-    _said(findings, place.url, lambda: _check_step_metadata(place, items, stock.notes))
+    with _reported(findings, place.url):
+        _check_step_metadata(place, items, stock.notes)
     if place not in items and (missing := items_missing(place, ours=first is not None)) is not None:
         findings.append(Finding(path=place.url, problem=missing))
     small = _small_items(items, findings)
     if first is not None and place not in items:
         _check_inline(place, next(iter(sidecars.values())), small, findings)
-        _said(findings, place.url, partial(_check_custom, place, first.custom))
+        with _reported(findings, place.url):
+            _check_custom(place, first.custom)
     return _Looked(
         save_id=None if first is None else first.save_id,
         checks=checks,
@@ -243,19 +249,14 @@ def _undigested(
     return found
 
 
-def _said(findings: list[Finding], path: str, act: Callable[[], object]) -> bool:
-    """Does `act`; what it finds damaged becomes a finding, and False is given."""
+@contextmanager
+def _reported(findings: list[Finding], path: str) -> Iterator[None]:
+    """Damage that is found inside becomes a finding, and ends what is inside."""
     try:
         with readable(path):
-            act()
-        return True
+            yield
     except CorruptCheckpointError as error:
         findings.append(Finding(path=path, problem=str(error)))
-        return False
-
-
-def _stock_into(kinds: dict[str, Undigested], stock: StockReads, item: Place, handler: str) -> None:
-    kinds[item.name] = stock.add(item, item.name, handler)
 
 
 def _check_step_metadata(place: Place, items: Sequence[Place], notes: list[str]) -> None:
@@ -346,15 +347,13 @@ def _check_texts(item: Place, manifest: Manifest, findings: list[Finding]) -> No
     texts = {".".join(path): node.value for path, _, node in empties_of(recorded) if is_text_leaf(node)}
     if not texts:
         return
-    stored: dict[str, object] = {}
     path = f"{item.url}/{STRINGS_FILE}"
-    if not _said(findings, path, partial(_take, stored, item, STRINGS_FILE)):
-        return
-    found = stored[STRINGS_FILE]
-    found = found if isinstance(found, dict) else {}
-    wrong = sorted(name for name, text in texts.items() if found.get(name) != text)
-    if wrong:
-        findings.append(Finding(path=item.url, problem=f"{path} has not the text that was saved: {', '.join(wrong)}"))
+    with _reported(findings, path):
+        stored = json_value(item, STRINGS_FILE)
+        found = stored if isinstance(stored, dict) else {}
+        if wrong := sorted(name for name, text in texts.items() if found.get(name) != text):
+            problem = f"{path} has not the text that was saved: {', '.join(wrong)}"
+            findings.append(Finding(path=item.url, problem=problem))
 
 
 def _small_items(items: Sequence[Place], findings: list[Finding]) -> dict[str, object]:
@@ -363,19 +362,15 @@ def _small_items(items: Sequence[Place], findings: list[Finding]) -> dict[str, o
     for item in items:
         kind = item_kind(item)
         if kind == "json":
-            read: dict[str, object] = {}
-            if _said(findings, item.url, partial(_take, read, item, json_name(item) or "")):
-                values[item.name] = next(iter(read.values()))
+            with _reported(findings, item.url):
+                values[item.name] = json_value(item, json_name(item) or "")
         elif kind == "grain":
             states: dict[str, object] = {}
-            for name in grain_names(item):
-                _said(findings, item.url, partial(_take, states, item, name))
+            for name in grain_names_in(item.names()):
+                with _reported(findings, item.url):
+                    states[name] = json_value(item, name)
             values[item.name] = states
     return values
-
-
-def _take(into: dict[str, object], item: Place, name: str) -> None:
-    into[name] = json_value(item, name)
 
 
 def _check_inline(

@@ -42,14 +42,12 @@ def mend_object_step(
     """
     store, name = open_store(root), place.name
     work = f"{paths.SIDECAR_DIR}/{_PREFIX}{wall_s():.0f}-{uuid.uuid4().hex}"
-    generations = _generations(store, name)
+    generations = {key.removeprefix(f"{name}/"): stat.generation for key, stat in store.stat_all(name).items()}
     try:
         sidecars = sidecars_for(place, sources)
         rebuilt = _write(store, f"{work}/{name}", place, sidecars, sources)
         copy = Place.open(f"{root}/{work}/{name}", timeout_s=timeout_s)
-        proof = next(iter(prove_step(copy, step, limits, [], timeout_s=timeout_s)), None)
-        if proof is None or proof.findings:
-            raise CannotMendError(f"it cannot be made whole: {proof.findings[0] if proof else 'it is gone'}")
+        require_whole(copy, step, limits, timeout_s)
         if identity_of(place.again()) != before:
             return _REPLACED
         put_copy_aside(store, name)
@@ -57,6 +55,13 @@ def mend_object_step(
     finally:
         with suppress(StoreError):
             _remove_copy(store, work)
+
+
+def require_whole(copy: Place, step: int, limits: Limits, timeout_s: float) -> None:
+    """Raises `CannotMendError` where a new copy of a step is damaged."""
+    proof = next(iter(prove_step(copy, step, limits, [], timeout_s=timeout_s)), None)
+    if proof is None or proof.findings:
+        raise CannotMendError(f"it cannot be made whole: {proof.findings[0] if proof else 'it is gone'}")
 
 
 def clean_object_repairs(root: str) -> None:
@@ -141,11 +146,6 @@ def _remove_copy(store: Store, work: str) -> None:
     store.delete_many(store.list_all(work))
     if store.properties.file_system:
         remove_empty(f"{store.url}/{work}")
-
-
-def _generations(store: Store, name: str) -> dict[str, int | None]:
-    """Which objects a step consists of now, by their keys in it."""
-    return {key.removeprefix(f"{name}/"): stat.generation for key, stat in store.stat_all(name).items()}
 
 
 def order_of(key: str, sidecars: Sidecars) -> tuple[int, str]:

@@ -21,18 +21,10 @@ from ckptkit.model import paths
 from ckptkit.store.local import sync_directory, sync_tree
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, exchange, move_aside
 from ckptkit.util.clock import wall_s
-from ckptkit.verification.durable import identity_of, prove_step
-from ckptkit.verification.mend_object import DEAD_AFTER_S, is_tree, order_of
+from ckptkit.verification.durable import identity_of
+from ckptkit.verification.mend_object import DEAD_AFTER_S, is_tree, order_of, require_whole
 from ckptkit.verification.pool import Limits
-from ckptkit.verification.rebuild import (
-    CannotMendError,
-    Sidecars,
-    mend_large_files,
-    sidecars_for,
-    small_files,
-    write_arrays,
-)
-from ckptkit.verification.records import StepProof
+from ckptkit.verification.rebuild import Sidecars, mend_large_files, sidecars_for, small_files, write_arrays
 from ckptkit.verification.sources import Sources
 
 _PREFIX = "repair-"
@@ -60,9 +52,7 @@ def _mend(
         copy = work / place.name
         sidecars = sidecars_for(place, sources)
         _write_step(Path(place.url), copy, place, sources, sidecars)
-        proof = _proof(copy, step, limits, timeout_s)
-        if proof is None or proof.findings:
-            raise CannotMendError(f"it cannot be made whole: {proof.findings[0] if proof else 'it is gone'}")
+        require_whole(Place.open(str(copy), timeout_s=timeout_s), step, limits, timeout_s)
         if identity_of(place.again()) != before:
             return "it was pruned or replaced meanwhile"
         (work / _SWAPPING).touch()
@@ -212,11 +202,6 @@ def _write_step(source: Path, copy: Path, place: Place, sources: Sources, sideca
         (_made((copy / key).parent) / (copy / key).name).write_bytes(data)
     mend_large_files(copy, sidecars, sources)
     sync_tree(copy)
-
-
-def _proof(copy: Path, step: int, limits: Limits, timeout_s: float) -> StepProof | None:
-    proofs = prove_step(Place.open(str(copy), timeout_s=timeout_s), step, limits, [], timeout_s=timeout_s)
-    return proofs[0] if proofs else None
 
 
 def _made(directory: Path) -> Path:

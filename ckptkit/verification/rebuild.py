@@ -12,8 +12,7 @@ import numpy as np
 
 from ckptkit.durable.cells.writer import CellStream
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.directories import json_name
-from ckptkit.inspection.places import Place
+from ckptkit.inspection.places import Place, json_name
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.model.boxes import Box, cells_of, missing_elements
 from ckptkit.model.cells import cell_ranges, digested_cells

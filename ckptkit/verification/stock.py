@@ -19,8 +19,7 @@ import tensorstore as ts
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import ChunkGrid, finished, open_array, open_kvstore, read_arrays, stores_all
-from ckptkit.inspection.directories import item_kind, json_name, json_value
-from ckptkit.inspection.places import Place
+from ckptkit.inspection.places import Place, item_kind, json_name, json_value
 from ckptkit.inspection.records import LeafInfo
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
@@ -69,7 +68,7 @@ class StockLeaf:
         left = self.count
         for box in (box for chunk in self._chunks for box in _cells(chunk, self._cell)):
             if self._damaged >= _DAMAGED_MAX:
-                yield self._left_out(box, left)
+                yield self._check(box, 0, f"{left} more chunks were not read, after {_DAMAGED_MAX} damaged ones")
                 return
             left -= 1
             yield self._check(box, box.size * self._itemsize)
@@ -85,9 +84,6 @@ class StockLeaf:
             expected=None,
             read=lambda: self._read(box, left_out),
         )
-
-    def _left_out(self, box: Box, count: int) -> CellCheck:
-        return self._check(box, 0, f"{count} more chunks were not read, after {_DAMAGED_MAX} damaged ones")
 
     def _read(self, box: Box, left_out: str | None) -> None:
         where = f"{self._item.url}: leaf {self._leaf.name}"

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptkit.errors import StepNotFoundError
-from ckptkit.inspection.directories import item_kind
-from ckptkit.inspection.places import Place, local_kind, no_directory, nothing_at
+from ckptkit.inspection.places import Place, item_kind, local_kind, no_directory, nothing_at
 from ckptkit.inspection.roots import read_ancestry, read_root
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.model import paths

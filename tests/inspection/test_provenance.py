@@ -17,7 +17,7 @@ from jaxlib import version as jaxlib_version
 import ckptkit
 from ckptkit.cli import main
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.provenance import provenance_of
+from ckptkit.inspection.look import provenance_of
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import Manifest, SaveId, Writer
 

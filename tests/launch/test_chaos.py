@@ -18,7 +18,7 @@ from urllib.request import urlopen
 import pytest
 
 from ckptkit.cli import main
-from ckptkit.cli.chaos_report import ChaosReport
+from ckptkit.cli.chaos import ChaosReport
 from ckptkit.events import EventLog
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
 from ckptkit.launch.attached import AttachedJob

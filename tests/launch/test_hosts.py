@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.cli.hosts import first_node, hosts_of
+from ckptkit.cli.run import first_node, hosts_of
 from ckptkit.launch import Hooks, Launcher, RestartPolicy, WarmStart, Workers, free_port
 from ckptkit.launch.control import Connection, ControlError, Listener, connect
 from ckptkit.launch.follower import Follower

@@ -10,13 +10,11 @@ from functools import partial
 from typing import Any
 
 from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
-from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer
+from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer, works_of
 from ckptkit.conversion.journal import data_prefix, fingerprint
-from ckptkit.conversion.orbax_step import works_of
 from ckptkit.conversion.passes import BytesProgress, counted
-from ckptkit.conversion.resharding.choosing import SpecRule
 from ckptkit.conversion.resharding.meshes import Mesh, Spec
-from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, make_plan, plan_leaves
+from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, SpecRule, make_plan, plan_leaves
 from ckptkit.conversion.resharding.source import ReshardSource, SourceItem
 from ckptkit.conversion.roots import require_fitting
 from ckptkit.durable.cells.writer import can_hold, merge_processes, process_directory
@@ -157,7 +155,9 @@ def _write_part(
         for work in own:
             blocks.setdefault(work.record.name, []).append(work.block)
         proven = [writer.written(record, blocks.get(record.name, ())) for record in records]
-        name, small = _name(source, item, plan), source.small_of(coordinator.process, coordinator.count)
+        is_step = source.opened.facts.kind == "step"
+        name = item.name if is_step else plan.target.rpartition("/")[2]  # of its directory
+        small = source.small_of(coordinator.process, coordinator.count)
         files = side_files(
             name,
             proven,
@@ -248,11 +248,6 @@ def _copies(place: Place, above: str, names: Iterable[str]) -> Iterator[tuple[st
 
 def _words(where: str) -> str:
     return f"Checkpoint commit was successful to {where}"
-
-
-def _name(source: ReshardSource, item: SourceItem, plan: ReshardPlan) -> str:
-    """Under which name the sidecars know an item: that of its directory."""
-    return item.name if source.opened.facts.kind == "step" else plan.target.rpartition("/")[2]
 
 
 def _key(source: ReshardSource, item: SourceItem) -> str:

@@ -9,13 +9,23 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from ckptkit.conversion.mapping import read_rule_tables
 from ckptkit.conversion.passes import block_shape, reads
-from ckptkit.conversion.resharding.amplification import Amplification, amplification
-from ckptkit.conversion.resharding.choosing import STAYS_WHOLE, Chooser, SpecRule
-from ckptkit.conversion.resharding.meshes import Mesh, Spec, box_shape, sharding_json, spec_text
+from ckptkit.conversion.resharding.meshes import (
+    Mesh,
+    Spec,
+    box_shape,
+    default_spec,
+    full_spec,
+    sharding_json,
+    spec_text,
+)
 from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.tensors import CELL_SHARE, MEMORY_BYTES, block_bytes, check_chunk
 from ckptkit.model.boxes import CELL_BYTES, cell_shape
+from ckptkit.model.leaf_patterns import matches, short_names
 from ckptkit.model.manifest import LeafRecord
 
 _FLOOR_BYTES = 64 << 10  # smaller chunks cost more in requests and in the tree of keys than their bytes
@@ -241,3 +251,124 @@ def _words(found: Amplification) -> dict[str, Any]:
         "read_bytes": found.read_bytes,
         "needed_bytes": found.needed_bytes,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amplification:
+    """Over the processes of one mesh: all bytes read and needed, and the ratio of the process with the largest."""
+
+    read_bytes: int
+    needed_bytes: int
+    worst: float
+
+    @property
+    def mean(self) -> float:
+        """Bytes read over bytes needed of all processes together; 1 where nothing is needed."""
+        return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
+
+
+def read_by_devices(shape: tuple[int, ...], spec: Spec, mesh: Mesh, cell: tuple[int, ...]) -> np.ndarray:
+    """For each device, in the mesh's order, the elements that it reads of one array: int64[devices].
+
+    A product over dimensions, for boxes and cells are both grids.
+    """
+    inner = box_shape(shape, spec, mesh)
+    found = np.ones(mesh.devices, np.int64)
+    if 0 in shape:
+        return found * 0
+    for names, rows, step in zip(full_spec(spec, len(shape)), inner, cell, strict=True):
+        low = mesh.part_of_devices(names) * rows
+        found *= ((low + rows - 1) // step - low // step + 1) * step
+    return found
+
+
+_remembered = lru_cache(maxsize=4096)(read_by_devices)  # a model has many leaves of few kinds
+
+Laid = tuple[tuple[int, ...], Spec, tuple[int, ...], int]  # shape, spec, cell, bytes per element
+
+
+def amplification(leaves: Sequence[Laid], mesh: Mesh) -> Amplification:
+    """Of a whole checkpoint on one mesh. Cost: one array of the mesh's size for each kind of leaf."""
+    counts: dict[Laid, int] = {}
+    for leaf in leaves:
+        counts[leaf] = counts.get(leaf, 0) + 1
+    read = np.zeros(mesh.devices, np.int64)
+    needed = 0
+    for (shape, spec, cell, itemsize), count in counts.items():
+        read += _remembered(shape, spec, mesh, cell) * (itemsize * count)
+        needed += math.prod(box_shape(shape, spec, mesh)) * itemsize * count
+    worst = float(read.max()) / needed if needed else 1.0
+    return Amplification(read_bytes=int(read.sum()), needed_bytes=needed * mesh.devices, worst=worst)
+
+
+STAYS_WHOLE = "no axis divides it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecRule:
+    """Leaves whose names match `pattern` are split by `spec`."""
+
+    pattern: str
+    spec: Spec
+
+
+def read_spec_rules(path: str) -> list[SpecRule]:
+    """The rules of a TOML file: `[[rule]]` with `leaf` and `spec`. Raises `CheckpointError` for what is none."""
+    return read_rule_tables(path, _rule)
+
+
+def _rule(table: dict[str, Any]) -> SpecRule:
+    if set(table) != {"leaf", "spec"} or not isinstance(table["leaf"], str) or not isinstance(table["spec"], list):
+        raise ValueError('a rule has leaf = "PATTERN" and spec = [an axis, a list of axes or "" for each dimension]')
+    return SpecRule(pattern=table["leaf"], spec=tuple(map(_part, table["spec"])))
+
+
+def _part(part: Any) -> tuple[str, ...]:
+    names = [part] if isinstance(part, str) else part
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{part!r} in a spec is neither an axis nor a list of axes")
+    return tuple(name for name in names if name)
+
+
+class Chooser:
+    """The spec of a leaf on a mesh, and how it was chosen. Raises `CheckpointError` for what does not fit."""
+
+    def __init__(self, meshes: Sequence[Mesh], rules: Sequence[SpecRule], like: Mapping[str, Spec] | None):
+        known = {name for mesh in meshes for name, _ in mesh.axes}
+        for rule in rules:
+            strange = sorted({name for part in rule.spec for name in part} - known)
+            if strange:
+                raise CheckpointError(
+                    f"the rule for {rule.pattern} names axis {strange[0]}, which no mesh has; the axes are "
+                    f"{', '.join(sorted(known))}"
+                )
+        self._rules = tuple(rules)
+        self._like = like
+        self.used: set[str] = set()
+
+    def spec(self, name: str, shape: Sequence[int], mesh: Mesh) -> tuple[Spec, str]:
+        """Spec and the reason: `rule PATTERN`, `as in the other checkpoint`, `largest dimension`, `STAYS_WHOLE`
+        where that is divided by no axis, or `nothing to split`."""
+        for rule in self._rules:
+            if any(matches(rule.pattern, form) for form in (name, *short_names([name]))):
+                self.used.add(rule.pattern)
+                return self._fitting(name, rule.spec, shape, mesh), f"rule {rule.pattern}"
+        if self._like is not None:
+            if name not in self._like:
+                raise CheckpointError(f"leaf {name} has no sharding in the checkpoint that --like names")
+            return self._fitting(name, self._like[name], shape, mesh), "as in the other checkpoint"
+        spec = default_spec(shape, mesh)
+        if spec or mesh.devices == 1:
+            return spec, "largest dimension"
+        return spec, STAYS_WHOLE if math.prod(shape) > 1 else "nothing to split"
+
+    def unused(self) -> list[str]:
+        """The patterns that matched no leaf."""
+        return [rule.pattern for rule in self._rules if rule.pattern not in self.used]
+
+    def _fitting(self, name: str, spec: Spec, shape: Sequence[int], mesh: Mesh) -> Spec:
+        try:
+            box_shape(shape, spec, mesh)
+        except ValueError as error:
+            raise CheckpointError(f"leaf {name} of shape {list(shape)}: {error}") from error
+        return spec

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.conversion.passes import block_shape, blocks_of, pieces_of, reads
-from ckptkit.conversion.resharding.amplification import amplification, read_by_devices
 from ckptkit.conversion.resharding.executing import share_of
 from ckptkit.conversion.resharding.meshes import (
     Mesh,
@@ -24,7 +23,7 @@ from ckptkit.conversion.resharding.meshes import (
     sharding_json,
     sharding_of_json,
 )
-from ckptkit.conversion.resharding.planning import chunk_shape, worst_amplification
+from ckptkit.conversion.resharding.planning import amplification, chunk_shape, read_by_devices, worst_amplification
 from ckptkit.model.boxes import Box, boxes_of_cells, cells_of
 
 SIZES = st.integers(1, 12)
