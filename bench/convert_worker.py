@@ -157,7 +157,7 @@ def main() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from ckptkit.cli.memory import keep_freed_memory
+    from ckptkit.cli.sources import keep_freed_memory
     from ckptkit.conversion import resharding  # imports are not what is measured
 
     assert resharding is not None

@@ -12,10 +12,9 @@ import click
 import jax
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import DEPTH, DRY_RUN, JSON, MAP, MEMORY, TIMEOUT, TOP, Parsed, size
 from ckptkit.cli.progress import progress_bar
-from ckptkit.cli.sources import leased_sources
+from ckptkit.cli.sources import keep_freed_memory, leased_sources
 from ckptkit.cli.text import count_text, group_of, print_json, print_line, print_notes, print_top, shape_text, size_text
 from ckptkit.conversion import (
     ConvertPlan,

@@ -8,10 +8,9 @@ import click
 import jax
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT, Parsed, size
 from ckptkit.cli.progress import progress_bar
-from ckptkit.cli.sources import leased_sources
+from ckptkit.cli.sources import keep_freed_memory, leased_sources
 from ckptkit.cli.text import count_text, print_json, print_line, print_notes, print_table, shape_text, size_text
 from ckptkit.conversion.resharding import (
     Amplification,

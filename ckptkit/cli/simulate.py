@@ -14,7 +14,7 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import named_number
 from ckptkit.cli.prices import PRICE
 from ckptkit.cli.progress import counting_bar
-from ckptkit.cli.text import print_json, print_line, print_table, size_text
+from ckptkit.cli.text import print_json, print_line, print_part, print_table, size_text
 from ckptkit.goodput.prices import JobPrice, Price
 from ckptkit.schedule import simulation as sim
 from ckptkit.schedule.simulation.cluster import TIER_ASSUMPTIONS
@@ -319,8 +319,7 @@ def _show_costs(price: Price, job: _Job, results: Sequence[sim.Result]) -> None:
     best = max(each.goodput for each in results)
     print_line()
     print_line(f"cost of a run: {of_job.rate_text}; {_days(job)} = {price.text(whole)}")
-    print_line()
-    print_table(
+    print_part(
         [("policy", False), ("not new work", True), ("its cost", True), ("more than the best", True)],
         [
             [

@@ -1,4 +1,4 @@
-"""What keeps a root in order: `ckptkit prune`, `rollback`, `pin`, `unpin`, `copy` and `sign`."""
+"""The commands that maintain a root: `ckptkit prune`, `rollback`, `pin`, `unpin`, `copy` and `sign`."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_unreadably_large_step_is_not_quarantined(job: Job, stock: Path) -> None
         assert content(root.parent) == before
 
 
-@pytest.mark.parametrize("dies_in", ["_proof", "exchange", "move_aside"])
+@pytest.mark.parametrize("dies_in", ["require_whole", "exchange", "move_aside"])
 def test_next_repair_removes_leftovers_of_a_crashed_one(
     job: Job, monkeypatch: pytest.MonkeyPatch, dies_in: str
 ) -> None:
@@ -311,13 +311,13 @@ def test_step_replaced_during_the_repair_is_left(job: Job, monkeypatch: pytest.M
     from ckptkit.verification import mend_step as module
 
     flip(job.root / "1/state/_ckptkit/process-0.json", 300)
-    inner = module._proof
+    inner = module.require_whole
 
     def replaced(*arguments: object) -> object:
         (job.root / "1/_CHECKPOINT_METADATA").write_text('{"commit_timestamp_nsecs": 5}')
         return inner(*arguments)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(module, "_proof", replaced)
+    monkeypatch.setattr(module, "require_whole", replaced)
     found = scrubbed(job)
     assert acts(found) == [(1, "durable", "leave", False)]
     assert (job.root / "1/_CHECKPOINT_METADATA").read_text() == '{"commit_timestamp_nsecs": 5}'
