@@ -5,12 +5,11 @@ from typing import Final, final
 
 from ckptkit.testing.bucket import errors
 from ckptkit.testing.bucket.call import Call, Reply, Route, Span, json_reply
-from ckptkit.testing.bucket.conditions import Preconditions, number
+from ckptkit.testing.bucket.conditions import Preconditions, number, read_range
 from ckptkit.testing.bucket.content import Spool
 from ckptkit.testing.bucket.listing import ListQuery
 from ckptkit.testing.bucket.names import check_object
 from ckptkit.testing.bucket.objects import ObjectStore
-from ckptkit.testing.bucket.ranges import read_range
 from ckptkit.testing.bucket.records import JsonObject, ObjectRecord, patched_fields, settable_fields
 from ckptkit.testing.bucket.resources import bucket_resource, media_headers, object_resource
 from ckptkit.testing.bucket.rewrites import advance, moves_bytes
@@ -225,5 +224,5 @@ def _object_of(value: JsonObject, key: str) -> JsonObject:
 
 def _bucket_fields(resource: JsonObject) -> JsonObject:
     if _object_of(resource, "versioning").get("enabled"):
-        raise errors.not_offered("This server keeps no versions of objects.")
+        raise errors.GoogleError(501, "notImplemented", "This server keeps no versions of objects.")
     return {key: value for key, value in resource.items() if key not in _BUCKET_FIXED}

@@ -100,9 +100,11 @@ def refuse(effect: object, *, stage: str) -> None:
         case Status(code=code, stage=found, nested=nested) if found == stage:
             raise errors.by_status(code, nested=nested)
         case PermissionWithdrawn() if stage == "before":
-            raise errors.permission_denied()
+            text = "The caller does not have permission to access the Google Cloud Storage object."
+            raise errors.GoogleError(403, "forbidden", text)
         case QuotaFull() if stage == "before":
-            raise errors.quota_full()
+            text = "The storage quota for this project has been exceeded."
+            raise errors.GoogleError(403, "quotaExceeded", text, domain="usageLimits")
         case _:
             return
 

@@ -1,15 +1,17 @@
-"""Decides for each request which faults of the plan in force hit it; keeps the counts."""
+"""Decides for each request which faults of the plan in force hit it, keeps the counts, and paces transfers."""
 
+import asyncio
 import random
 import threading
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import final
+from typing import Final, final
 
 from ckptkit.testing.bucket.call import CallKind
 from ckptkit.testing.bucket.faults import Delay, Effect, Fault, FaultPlan
-from ckptkit.testing.bucket.throttle import TokenBucket
+
+QUANTUM_BYTES: Final = 64 * 1024  # taken at once: small, so that competing readers get equal shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +77,25 @@ class Injector:
             return None
         self._fired[line] += 1
         return source
+
+
+@final
+class TokenBucket:
+    """Sums to at most `rate` bytes per second over all takers, first come first served; None: unlimited.
+
+    Nothing is saved up while idle, so a transfer of n bytes takes at least n / rate seconds. Event loop only, except
+    that `rate` may be set from any thread.
+    """
+
+    def __init__(self, rate: float | None = None) -> None:
+        self.rate = rate
+        self._free_at_s = 0.0
+
+    async def take(self, size_bytes: int) -> None:
+        """Return when `size_bytes` have passed the bottleneck."""
+        rate = self.rate
+        if rate is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        self._free_at_s = max(now_s, self._free_at_s) + size_bytes / rate
+        await asyncio.sleep(self._free_at_s - now_s)

@@ -30,41 +30,30 @@ def parse_fields(text: str) -> Selection:
 
 
 def _list(words: list[str], text: str, depth: int) -> tuple[Selection, list[str]]:
-    if depth > _DEPTH_MAX:
-        raise _refused(text)
     selection: Selection = {}
     while True:
-        if not words or words[0] in "(),/":
-            raise _refused(text)
-        name, words = words[0], words[1:]
-        below: Selection = {}
-        if words[:1] == ["("]:
-            below, words = _list(words[1:], text, depth + 1)
-            if words[:1] != [")"]:
-                raise _refused(text)
-            words = words[1:]
-        elif words[:1] == ["/"]:
-            below, words = _path(words[1:], text, depth + 1)
+        name, below, words = _field(words, text, depth)
         selection[name] = {**selection.get(name, {}), **below}
         if words[:1] != [","]:
             return selection, words
         words = words[1:]
 
 
-def _path(words: list[str], text: str, depth: int) -> tuple[Selection, list[str]]:
-    """The part after a slash: one field, with the selection below it."""
+def _field(words: list[str], text: str, depth: int) -> tuple[str, Selection, list[str]]:
+    """One field, the selection below it, and the words after it."""
     if not words or words[0] in "(),/" or depth > _DEPTH_MAX:
         raise _refused(text)
     name, words = words[0], words[1:]
-    if words[:1] == ["/"]:
-        below, words = _path(words[1:], text, depth + 1)
-        return {name: below}, words
+    below: Selection = {}
     if words[:1] == ["("]:
         below, words = _list(words[1:], text, depth + 1)
         if words[:1] != [")"]:
             raise _refused(text)
-        return {name: below}, words[1:]
-    return {name: {}}, words
+        words = words[1:]
+    elif words[:1] == ["/"]:
+        child, grandchildren, words = _field(words[1:], text, depth + 1)
+        below = {child: grandchildren}
+    return name, below, words
 
 
 def _cut(value: Any, selection: Selection) -> Any:

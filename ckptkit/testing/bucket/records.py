@@ -2,7 +2,7 @@
 
 import base64
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ckptkit.testing.bucket import errors
@@ -44,13 +44,9 @@ class ObjectRecord:
         """The next metageneration with `fields`."""
         return replace(self, fields=fields, metageneration=self.metageneration + 1, updated_us=now_us())
 
-    def as_json(self) -> JsonObject:
-        """The content of the file on disk."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: JsonObject) -> "ObjectRecord":
-        """Read what `as_json` wrote."""
+        """Read the `asdict` of a record."""
         return cls(**{**value, "content": Content(**value["content"])})
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, final
 
@@ -27,11 +27,10 @@ from ckptkit.testing.bucket.call import (
 )
 from ckptkit.testing.bucket.delivery import Delivery, Interrupted, reset
 from ckptkit.testing.bucket.faults import Effect, FaultPlan, Hang, Reset, effect_name
-from ckptkit.testing.bucket.injector import Injector
+from ckptkit.testing.bucket.injector import Injector, TokenBucket
 from ckptkit.testing.bucket.log import Entry, Exchange, RequestLog
 from ckptkit.testing.bucket.objects import ObjectStore
 from ckptkit.testing.bucket.sessions import Sessions
-from ckptkit.testing.bucket.throttle import TokenBucket
 from ckptkit.testing.bucket.upload import Opening, Uploads, read_small
 
 SMALL_BODY_LIMIT_BYTES: Final = 8 << 20  # every body but an upload's
@@ -48,22 +47,17 @@ class RequestBody:
     def __init__(self, content: StreamReader, shared: TokenBucket) -> None:
         self._content = content
         self._shared = shared
-        self._cut_bytes: int | None = None
+        self.cut_bytes: int | None = None  # `Interrupted` is raised instead of reading on after so many
         self.received_bytes = 0
-
-    def cut_after(self, size_bytes: int) -> None:
-        """Raise `Interrupted` instead of reading on after so many bytes."""
-        self._cut_bytes = size_bytes
 
     async def read(self) -> bytes:
         """The next bytes, none at the end."""
-        left = None if self._cut_bytes is None else self._cut_bytes - self.received_bytes
-        if left is not None and left <= 0:
-            raise Interrupted
-        if left is not None:
-            chunk = await self._content.read(left)
-        else:
+        if self.cut_bytes is None:
             chunk = await self._chunk()
+        elif self.cut_bytes > self.received_bytes:
+            chunk = await self._content.read(self.cut_bytes - self.received_bytes)
+        else:
+            raise Interrupted
         self.received_bytes += len(chunk)
         await self._shared.take(len(chunk))
         return chunk
@@ -96,22 +90,14 @@ class Web:
 
     def __init__(self, store: ObjectStore, injector: Injector, log: RequestLog, url: str = "") -> None:
         self._api = Api(store)
-        self._sessions = Sessions(store)
-        self._uploads = Uploads(store, self._sessions)
+        self.sessions = Sessions(store)
+        self._uploads = Uploads(store, self.sessions)
         self._batches = Batches(self._api, injector, log)
         self._injector = injector
         self._log = log
-        self._stopped = asyncio.Event()
+        self.stopped = asyncio.Event()  # releases the requests that never get an answer
         self.url = url
         self.defects: list[Exception] = []
-
-    def stop(self) -> None:
-        """Release the requests that never get an answer."""
-        self._stopped.set()
-
-    def close(self) -> None:
-        """Close the files of unfinished uploads."""
-        self._sessions.close()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Serve one request; raises only if the connection is lost."""
@@ -177,15 +163,7 @@ class Web:
         if route.action in _UPLOADS:
             return await self._uploads.open(call, route, body)
         content = await read_small(body, SMALL_BODY_LIMIT_BYTES)
-        call = Call(
-            method=call.method,
-            path=call.path,
-            query=call.query,
-            headers=call.headers,
-            base_url=call.base_url,
-            body=content,
-        )
-        return Opening(name=route.name, finish=partial(self._handle, call, route))
+        return Opening(name=route.name, finish=partial(self._handle, replace(call, body=content), route))
 
     async def _handle(self, call: Call, route: Route) -> Reply:
         if route.kind is CallKind.BATCH:
@@ -201,7 +179,7 @@ class Web:
             await self._wait(request, ordeal.delay_s)
         await self._strike(request, effect, "before")
         if isinstance(effect, Reset) and effect.stage == "upload":
-            exchange.body.cut_after(effect.after_bytes)
+            exchange.body.cut_bytes = effect.after_bytes
         reply = partial_reply(call, await opening.finish())
         try:
             await self._strike(request, effect, "after")
@@ -226,7 +204,7 @@ class Web:
         while (left_s := end_s - loop.time()) > 0:
             try:
                 async with asyncio.timeout(min(left_s, _GONE_POLL_S)):
-                    await self._stopped.wait()
+                    await self.stopped.wait()
             except TimeoutError:
                 if request.transport is None or request.transport.is_closing():
                     raise Interrupted from None
