@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, final
 
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.launch.attached import AttachedJob
 from ckptkit.launch.faults import ANY, LASTING, PLACES, Fault, is_own
 from ckptkit.launch.harm import FullDisk, LocalBucket, emptied, flipped
 from ckptkit.launch.launcher import Launcher
 from ckptkit.launch.policy import ExitCode
+from ckptkit.launch.status import AttachedJob
 from ckptkit.launch.workers import Hooks
 from ckptkit.util.clock import Deadline, monotonic_s, wall_s
 

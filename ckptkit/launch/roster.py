@@ -133,14 +133,11 @@ class Roster:
         """The first process of a host in the attempt; of one that is in none, 0."""
         return self._processes * (1 + self._places.index(host)) if host in self._places else 0
 
-    def stop(self, grace_s: float) -> None:
-        """Begins to end the workers of all other hosts."""
-        for host in self._in_attempt():
-            host.connection.send({"do": "stop", "grace_s": grace_s})
-
     def tell(self, what: str, **fields: Any) -> None:
         """Sends an order to the hosts of the attempt."""
-        for host in self._in_attempt():
+        with self._lock:
+            hosts = [host for host in self._hosts if host.attempt is not None]
+        for host in hosts:
             host.connection.send({"do": what, **fields})
 
     def wait_until_stopped(self, grace_s: float) -> None:
@@ -173,10 +170,6 @@ class Roster:
             host.connection.send({"do": "finish", "code": code})
         for host in hosts:
             host.connection.finish()
-
-    def _in_attempt(self) -> list[RemoteHost]:
-        with self._lock:
-            return [host for host in self._hosts if host.attempt is not None]
 
     def _placed(self, count: int) -> list[RemoteHost]:
         kept: list[RemoteHost | None] = [host if host in self._hosts else None for host in self._places]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from ckptkit.launch.logs import OncePrinter, say_on_stderr
 from ckptkit.launch.policy import WarmStart
-from ckptkit.launch.printer import OncePrinter, say_on_stderr
 
 
 def _ignore(*_: Any) -> None:
