@@ -64,7 +64,8 @@ class Preconditions:
         if self._mismatched(found):
             raise errors.condition_not_met()
         if self._forbidden(found):
-            raise errors.not_modified()
+            # https://cloud.google.com/storage/docs/request-preconditions
+            raise errors.GoogleError(304, "notModified", "")
 
     def check_source(self, found: Versioned) -> None:
         """Raise 412 when anything fails: the source of a copy has no 304."""

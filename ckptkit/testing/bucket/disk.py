@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import final
 
 from ckptkit.testing.bucket.content import Spool
-from ckptkit.testing.bucket.names import file_name
-from ckptkit.testing.bucket.records import BucketRecord, JsonObject, ObjectRecord
+from ckptkit.testing.bucket.records import BucketRecord, JsonObject, ObjectRecord, file_name
 
 
 @final
@@ -107,10 +106,6 @@ class BucketDirectory:
     def erase_record(self, name: str) -> None:
         """The moment of deletion."""
         self._record_path(name).unlink()
-
-    def erase_data(self, record: ObjectRecord) -> None:
-        """Remove bytes that no record names any more; who has them open still reads them."""
-        (self._data / record.content.id).unlink()
 
     def data_path(self, record: ObjectRecord) -> Path:
         """The file of an object's bytes, to be opened or linked from under the lock."""

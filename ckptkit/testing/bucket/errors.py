@@ -85,11 +85,6 @@ def condition_not_met() -> GoogleError:
     return GoogleError(412, "conditionNotMet", CONDITION_TEXT, location=("header", "If-Match"))
 
 
-def not_modified() -> GoogleError:
-    """304: a `NotMatch` precondition did not hold. https://cloud.google.com/storage/docs/request-preconditions"""
-    return GoogleError(304, "notModified", "")
-
-
 def conflict(message: str) -> GoogleError:
     """409: the bucket exists, or is not empty."""
     return GoogleError(409, "conflict", message)

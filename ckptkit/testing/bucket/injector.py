@@ -4,7 +4,6 @@ import asyncio
 import random
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, final
 
@@ -12,14 +11,6 @@ from ckptkit.testing.bucket.call import CallKind
 from ckptkit.testing.bucket.faults import Delay, Effect, Fault, FaultPlan
 
 QUANTUM_BYTES: Final = 64 * 1024  # taken at once: small, so that competing readers get equal shares
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ordeal:
-    """The faults of one request: a wait, then at most one effect."""
-
-    delay_s: float = 0.0
-    effect: Effect | None = None
 
 
 @final
@@ -52,8 +43,8 @@ class Injector:
         with self._lock:
             return list(self._fired)
 
-    def decide(self, kind: CallKind, name: str) -> Ordeal:
-        """Walk the plan for one request, and count."""
+    def decide(self, kind: CallKind, name: str) -> tuple[float, Effect | None]:
+        """Walk the plan for one request, and count: a wait in seconds, then at most one effect."""
         delay_s = 0.0
         with self._lock:
             for line, fault in enumerate(self._plan.faults):
@@ -61,9 +52,9 @@ class Injector:
                 if source is None:
                     continue
                 if not isinstance(fault.effect, Delay):
-                    return Ordeal(delay_s=delay_s, effect=fault.effect)
+                    return delay_s, fault.effect
                 delay_s += fault.effect.latency.draw(source)
-        return Ordeal(delay_s=delay_s)
+        return delay_s, None
 
     def _hit(self, line: int, fault: Fault, kind: CallKind, name: str) -> random.Random | None:
         if (fault.kinds and kind not in fault.kinds) or not fnmatchcase(name, fault.objects):

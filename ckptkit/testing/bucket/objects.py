@@ -14,8 +14,15 @@ from ckptkit.testing.bucket.conditions import Preconditions
 from ckptkit.testing.bucket.content import Content, Spool
 from ckptkit.testing.bucket.disk import BucketDirectory
 from ckptkit.testing.bucket.listing import ListQuery, Page, page
-from ckptkit.testing.bucket.names import check_bucket, check_object, file_name
-from ckptkit.testing.bucket.records import BucketRecord, JsonObject, ObjectRecord, now_us
+from ckptkit.testing.bucket.records import (
+    BucketRecord,
+    JsonObject,
+    ObjectRecord,
+    check_bucket,
+    check_object,
+    file_name,
+    now_us,
+)
 from ckptkit.testing.bucket.resources import STORAGE_CLASS, storage_class_of
 
 
@@ -246,14 +253,14 @@ class ObjectStore:
         if replaced is None:
             bisect.insort(bucket.names, record.name)
         bucket.objects[record.name] = record
-        if replaced is not None:
-            bucket.directory.erase_data(replaced)
+        if replaced is not None:  # who has its bytes open still reads them
+            bucket.directory.data_path(replaced).unlink()
 
     def _remove(self, bucket: _Bucket, record: ObjectRecord) -> None:
         bucket.directory.erase_record(record.name)
         del bucket.objects[record.name]
         del bucket.names[bisect.bisect_left(bucket.names, record.name)]
-        bucket.directory.erase_data(record)
+        bucket.directory.data_path(record).unlink()
 
 
 def _recover(directory: BucketDirectory, record: BucketRecord) -> _Bucket:

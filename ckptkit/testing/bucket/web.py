@@ -26,9 +26,9 @@ from ckptkit.testing.bucket.call import (
     split_target,
 )
 from ckptkit.testing.bucket.delivery import Delivery, Interrupted, reset
-from ckptkit.testing.bucket.faults import Effect, FaultPlan, Hang, Reset, effect_name
+from ckptkit.testing.bucket.faults import Effect, FaultPlan, Hang, Reset
 from ckptkit.testing.bucket.injector import Injector, TokenBucket
-from ckptkit.testing.bucket.log import Entry, Exchange, RequestLog
+from ckptkit.testing.bucket.log import Exchange, RequestLog
 from ckptkit.testing.bucket.objects import ObjectStore
 from ckptkit.testing.bucket.sessions import Sessions
 from ckptkit.testing.bucket.upload import Opening, Uploads, read_small
@@ -136,7 +136,13 @@ class Web:
     def _note(self, exchange: _Exchange) -> None:
         if not exchange.noted and exchange.route.kind is not CallKind.ADMIN:
             exchange.noted = True
-            self._log.add(_entry(exchange))
+            transport = Exchange(
+                received_bytes=exchange.body.received_bytes,
+                sent_bytes=0 if exchange.delivery is None else exchange.delivery.sent_bytes,
+                started_s=exchange.started_s,
+                elapsed_s=time.monotonic() - exchange.started_s,
+            )
+            self._log.add(exchange.route, exchange.name, exchange.status, exchange.effect, transport)
 
     async def _answer(self, request: web.BaseRequest, exchange: _Exchange) -> Reply:
         _check_head(request)
@@ -173,10 +179,10 @@ class Web:
         return self._api.handle(call, route)
 
     async def _undergo(self, request: web.BaseRequest, exchange: _Exchange, call: Call, opening: Opening) -> Reply:
-        ordeal = self._injector.decide(exchange.route.kind, opening.name)
-        effect = exchange.effect = ordeal.effect
-        if ordeal.delay_s:
-            await self._wait(request, ordeal.delay_s)
+        delay_s, effect = self._injector.decide(exchange.route.kind, opening.name)
+        exchange.effect = effect
+        if delay_s:
+            await self._wait(request, delay_s)
         await self._strike(request, effect, "before")
         if isinstance(effect, Reset) and effect.stage == "upload":
             exchange.body.cut_bytes = effect.after_bytes
@@ -236,20 +242,3 @@ def _check_head(request: web.BaseRequest) -> None:
         raise errors.by_status(414)
     if sum(len(name) + len(value) for name, value in request.raw_headers) > HEADER_LIMIT_BYTES:
         raise errors.by_status(413)
-
-
-def _entry(exchange: _Exchange) -> Entry:
-    return Entry(
-        kind=exchange.route.kind,
-        method=exchange.route.method,
-        bucket=exchange.route.bucket,
-        name=exchange.name,
-        status=exchange.status,
-        fault=None if exchange.effect is None else effect_name(exchange.effect),
-        exchange=Exchange(
-            received_bytes=exchange.body.received_bytes,
-            sent_bytes=0 if exchange.delivery is None else exchange.delivery.sent_bytes,
-            started_s=exchange.started_s,
-            elapsed_s=time.monotonic() - exchange.started_s,
-        ),
-    )
