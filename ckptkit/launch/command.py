@@ -50,8 +50,10 @@ def python_command(words: Sequence[str]) -> PythonCommand | None:
     while rest and rest[0].startswith("-"):
         word = rest[0]
         if word == "-m" and len(rest) > 1:
-            at = len(words) - len(rest) + 2
-            return _python(found, options, "module", rest[1], ("-m", rest[1]), at)
+            named, at = ("-m", rest[1]), len(words) - len(rest) + 2
+            return PythonCommand(
+                interpreter=found, options=tuple(options), kind="module", target=rest[1], named=named, arguments_at=at
+            )
         if word in ("-X", "-W") and len(rest) > 1:
             options += rest[:2]
             rest = rest[2:]
@@ -62,7 +64,10 @@ def python_command(words: Sequence[str]) -> PythonCommand | None:
             return None
     if not rest or not Path(rest[0]).is_file():
         return None
-    return _python(found, options, "script", rest[0], (rest[0],), len(words) - len(rest) + 1)
+    named, at = (rest[0],), len(words) - len(rest) + 1
+    return PythonCommand(
+        interpreter=found, options=tuple(options), kind="script", target=rest[0], named=named, arguments_at=at
+    )
 
 
 def _entry_point(path: Path) -> PythonCommand | None:
@@ -75,24 +80,8 @@ def _entry_point(path: Path) -> PythonCommand | None:
         interpreter = match[1] if match else ""
     if not head[0].startswith(b"#!") or " " in interpreter or not _is_of_this_environment(Path(interpreter)):
         return None
-    return _python(interpreter, (), "script", str(path), (str(path),), 1)
-
-
-def _python(
-    interpreter: str,
-    options: Sequence[str],
-    kind: Literal["script", "module"],
-    target: str,
-    named: tuple[str, ...],
-    arguments_at: int,
-) -> PythonCommand:
     return PythonCommand(
-        interpreter=interpreter,
-        options=tuple(options),
-        kind=kind,
-        target=target,
-        named=named,
-        arguments_at=arguments_at,
+        interpreter=interpreter, options=(), kind="script", target=str(path), named=(str(path),), arguments_at=1
     )
 
 

@@ -13,8 +13,8 @@ from typing import Any, final
 from ckptkit.launch import worker
 from ckptkit.launch.child import Child, Running, child_env, spawn, spawn_command
 from ckptkit.launch.command import PythonCommand, leading_imports, python_command
+from ckptkit.launch.policy import Hooks, Workers
 from ckptkit.launch.standby import Standby, StandbyError
-from ckptkit.launch.workers import Hooks, Workers
 from ckptkit.util import heartbeat
 from ckptkit.util.clock import monotonic_s
 

@@ -11,13 +11,12 @@ from typing import Any
 from ckptkit.events import EventLog, Kind
 from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.host import LocalHost
-from ckptkit.launch.policy import ExitCode, HangPolicy, Loss, RestartPolicy
+from ckptkit.launch.policy import ExitCode, HangPolicy, Hooks, Loss, RestartPolicy, Workers
 from ckptkit.launch.roster import Report, Roster
 from ckptkit.launch.signals import passed_by, signals_mean
 from ckptkit.launch.specs import JobPlace, free_port, specs_of
 from ckptkit.launch.status import Status
 from ckptkit.launch.watch import Watch
-from ckptkit.launch.workers import Hooks, Workers
 from ckptkit.util.clock import Deadline, monotonic_s
 
 _TICK_S = 0.1  # for beats, and for templates

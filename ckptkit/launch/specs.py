@@ -1,4 +1,4 @@
-"""The workers of one host in one attempt, with their words and their environment, and the port at which they meet."""
+"""The workers of one host in one attempt, with their words and their environment, and a free port for the job."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.launch import watch
-from ckptkit.launch.beats import beats_message, beats_of
+from ckptkit.launch.roster import beats_message, beats_of
 from ckptkit.launch.watch import Pace
 from ckptkit.util import stragglers
 from ckptkit.util.heartbeat import Beats, Saves
