@@ -135,7 +135,7 @@ class Guard:
         so that the answer is the same on every process from the save on.
         """
         last_done = step - 1 if self._policy.step_number == "done" else step
-        return not any(first <= last_done <= last for first, last in self._known.suspicious)
+        return not self._known.was_suspicious(last_done)
 
     def keep(self, every_steps: int) -> KeepGood:
         """The policy of a fast tier with a save every `every_steps`: `Tier.ram(..., keep=guard.keep(2))`.

@@ -95,6 +95,10 @@ class GuardRecord:
             starts += [] if row is None else [row]
         return min(starts, default=None)
 
+    def was_suspicious(self, step: int) -> bool:
+        """Whether a signal was suspicious at a step."""
+        return any(first <= step <= last for first, last in self.suspicious)
+
     def suspicious_with(self, step: int) -> tuple[tuple[int, int], ...]:
         """The stretches, with `step` among them: the newest one, or the one after it."""
         if self.suspicious and self.suspicious[-1][1] >= step - 1:
