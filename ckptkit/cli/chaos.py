@@ -26,12 +26,12 @@ from ckptkit.cli.text import count_text, print_json, print_line, print_notes, pr
 from ckptkit.events import EVENTS_DIRECTORY, Event, EventLog
 from ckptkit.goodput import GoodputReport, Part, goodput_page, goodput_report, headline, load_run, timeline_of
 from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
-from ckptkit.launch.attached import AttachedJob
 from ckptkit.launch.chaos import Chaos, ChaosRun, Targets
 from ckptkit.launch.faults import ANY, PLACES, Fault, FaultKind, FaultPlan, Hazard
 from ckptkit.launch.harm import FullDisk, LocalBucket, flipped, places_of
+from ckptkit.launch.logs import say_on_stderr
 from ckptkit.launch.policy import ExitCode
-from ckptkit.launch.printer import say_on_stderr
+from ckptkit.launch.status import AttachedJob
 from ckptkit.snapshot.state_digest import STATE_DIGEST
 from ckptkit.util.clock import time_text
 
@@ -143,7 +143,6 @@ def chaos(
             mtbf_s=mtbf_s,
             count=faults,
             weights=cast("Mapping[FaultKind, float]", dict(kinds or [("kill", 1.0)])),
-            lasting_s=lasting_s,
             wipes=tuple(map(_hazard, wipes)),
             flips=tuple(map(_hazard, flips)),
             hosts=hosts,

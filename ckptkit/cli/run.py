@@ -17,9 +17,8 @@ from ckptkit.cli.options import DRY_RUN, JSON, Parsed, seconds
 from ckptkit.cli.text import print_json, print_line
 from ckptkit.events import EventLog
 from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
-from ckptkit.launch.command import python_command
+from ckptkit.launch.command import leading_imports, python_command
 from ckptkit.launch.follower import Follower
-from ckptkit.launch.imports import leading_imports
 from ckptkit.launch.logs import LogFiles
 from ckptkit.launch.policy import ExitCode
 from ckptkit.launch.roster import HostLimits, Roster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -299,9 +299,9 @@ def _show_projection(projected: Sequence[Mapping[str, Any]]) -> None:
 def _with_costs(price: Price | None, job: _Job, results: Sequence[sim.Result]) -> list[dict[str, Any]]:
     """The results as plain values; with a price also the cost of the time without new work."""
     if price is None:
-        return [each.to_json() for each in results]
+        return [asdict(each) for each in results]
     whole = _price_of(price, job).cost(job.horizon_s)
-    return [{**each.to_json(), "badput_cost": (1.0 - each.goodput) * whole} for each in results]
+    return [{**asdict(each), "badput_cost": (1.0 - each.goodput) * whole} for each in results]
 
 
 def _days(job: _Job) -> str:

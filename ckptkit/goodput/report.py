@@ -216,7 +216,7 @@ def _custom_s(attempts: Sequence[Attempt]) -> dict[str, float]:
 def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Goodput:
     wall_s = math.fsum(parts_s.values())
     steps = [pair for attempt in attempts for pair in attempt.steps]
-    distinct_steps = len({step for a in attempts for step, _ in a.kept_steps})
+    distinct_steps = len({step for a in attempts for step, span in a.steps if a.redone.keeps(step, span)})
     step_s_p50 = median([span.fields["duration_s"] for _, span in steps] or [0.0])
     away_s = math.fsum(parts_s[part] for part in _NOT_TRAINING)
     if not steps:

@@ -95,11 +95,6 @@ class Attempt(NamedTuple):
     steps_from: StepsFrom
 
     @property
-    def kept_steps(self) -> list[tuple[int, Event]]:
-        """The steps whose work was kept."""
-        return [(step, span) for step, span in self.steps if self.redone.keeps(step, span)]
-
-    @property
     def was_preempted(self) -> bool:
         """Whether it saved a last step because the scheduler wanted its machines."""
         return any(event.kind == Kind.PREEMPTED for event in self.events)

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from ckptkit.guard.record import Alarm as Alarm
     from ckptkit.guard.record import GuardRecord as GuardRecord
     from ckptkit.guard.record import Rollback as Rollback
+    from ckptkit.guard.record import Skips as Skips
     from ckptkit.guard.replaying import Certificate as Certificate
     from ckptkit.guard.replaying import Difference as Difference
+    from ckptkit.guard.replaying import NewSave as NewSave
     from ckptkit.guard.replaying import ReplayPlan as ReplayPlan
     from ckptkit.guard.replaying import replay as replay
+    from ckptkit.guard.replaying import replay_new as replay_new
     from ckptkit.guard.rules import Divergence as Divergence
     from ckptkit.guard.rules import NonFinite as NonFinite
     from ckptkit.guard.rules import Rule as Rule
     from ckptkit.guard.rules import Spike as Spike
-    from ckptkit.guard.skips import Skips as Skips
-    from ckptkit.guard.watching import NewSave as NewSave
-    from ckptkit.guard.watching import replay_new as replay_new
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

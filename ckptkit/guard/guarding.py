@@ -12,9 +12,8 @@ import jax
 
 from ckptkit.errors import GuardStopError
 from ckptkit.events import EventLog, Kind
-from ckptkit.guard.record import Alarm, GuardRecord, Rollback
+from ckptkit.guard.record import Alarm, GuardRecord, Rollback, Skips
 from ckptkit.guard.rules import Divergence, NonFinite, Reading, Rule, Spike
-from ckptkit.guard.skips import Skips
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
 from ckptkit.manager.restore import restore_first
@@ -135,7 +134,8 @@ class Guard:
         True for a save that is older than the last 100 suspicious stretches. The loop calls `to_json` before `save`,
         so that the answer is the same on every process from the save on.
         """
-        return not self._known.was_suspicious(self._last_done(step))
+        last_done = step - 1 if self._policy.step_number == "done" else step
+        return not self._known.was_suspicious(last_done)
 
     def keep(self, every_steps: int) -> KeepGood:
         """The policy of a fast tier with a save every `every_steps`: `Tier.ram(..., keep=guard.keep(2))`.
@@ -269,7 +269,7 @@ class Guard:
                     value=reading.value,
                     limit=found.limit,
                 )
-                self._events.emit(Kind.ALARM, step=reading.step, **_event_fields(alarm))
+                self._events.emit(Kind.ALARM, **alarm.to_json())
         self._record = replace(record, readings={**record.readings, signal: readings}, alarm=alarm)
 
     def _tell(self, signal: str, reading: Reading, readings: Sequence[Reading], rule: str, limit: float) -> None:
@@ -282,10 +282,6 @@ class Guard:
     def _is_good_save(self, save: Any) -> bool:
         # Between `roll_back` and `resume` nothing is known yet: what is kept then is what was kept.
         return self._record is None or self.is_good(save.step)
-
-    def _last_done(self, step: int) -> int:
-        """The last step that a save with this number holds."""
-        return step - 1 if self._policy.step_number == "done" else step
 
     def _agreed(self, manager: CheckpointManager, alarm: Alarm, first: int) -> list[int]:
         """The saves that are old enough, newest first, as process 0 knows them."""
@@ -332,7 +328,3 @@ class Guard:
             "Nothing was deleted. Look at the data and the rate; then restore an older step or change the rules.",
             step=alarm.step,
         )
-
-
-def _event_fields(alarm: Alarm) -> dict[str, Any]:
-    return {name: value for name, value in alarm.to_json().items() if name != "step"}

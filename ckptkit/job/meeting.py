@@ -118,14 +118,7 @@ class Meetings:
         is_veto: Callable[[Any], bool] | None = None,
         order: Order | None = None,
     ) -> Exchange:
-        """Gathers the values of all processes; returns to all what `decide` makes of them on process 0.
-
-        With `is_veto`, process 0 decides as soon as one value is a veto; the processes that it did not wait for then
-        count as None. `order` numbers the operations in the order in which they happen; with it, a process does not
-        wait for an exchange that process 0 has left behind.
-
-        Raises `CoordinationError` with the processes that did not join in time, and what `decide` raised.
-        """
+        """See `Coordinator.agree`."""
         state = self._channels.setdefault(channel, _Channel())
         meeting = self._place(channel, about, state.next(about))
         until_s = (yield Now()) + timeout_s
@@ -147,10 +140,7 @@ class Meetings:
         return _verdict(channel, json.loads(text), timeout_s)
 
     def recall(self, channel: str, about: str, *, timeout_s: float) -> Exchange:
-        """Process 0's verdict in the last exchange with key `about`, if it can still be read: `(True, verdict)`.
-
-        Else `(False, None)`. Raises the error of that exchange, if it had one.
-        """
+        """See `Coordinator.recall`."""
         until_s = (yield Now()) + timeout_s
         try:
             text = yield from _patient_get(f"{self._place(channel, about, 0)}/out", until_s)
@@ -161,8 +151,7 @@ class Meetings:
         return True, _verdict(channel, json.loads(text), None)
 
     def veto(self, channel: str, value: Any, decide: Decide, *, about: str, timeout_s: float) -> Exchange:
-        """Puts a value into an exchange without waiting for other processes. On process 0 the verdict is the result of
-        `decide` on that value alone, or the error that it raises."""
+        """See `Coordinator.veto`."""
         meeting = self._place(channel, about, self._channels.setdefault(channel, _Channel()).next(about))
         until_s = (yield Now()) + timeout_s
         if self._process != 0:
@@ -184,7 +173,7 @@ class Meetings:
         about: str = "",
         order: Order | None = None,
     ) -> Exchange:
-        """Returns to all what `decide()` returns on process 0, which waits for nobody. `order` is as in `agree`."""
+        """See `Coordinator.ask_process_0`."""
         state = self._told.setdefault(channel, _Channel())
         key = self._place(f"{channel}/told", about, state.next(about))
         until_s = (yield Now()) + timeout_s
@@ -316,9 +305,12 @@ def _verdict(channel: str, told: dict[str, Any], timeout_s: float | None) -> Any
 
 
 def _patiently(request: Request, until_s: float) -> Exchange:
-    """Sends a request again while the service fails, until the deadline. Raises the last `CoordinationError`."""
+    """Sends a request again while the service fails, until the deadline, up to which a `Get` waits. Raises the last
+    `CoordinationError`."""
     pause_s, longest_s = _RETRY_S
     while True:
+        if isinstance(request, Get):
+            request = Get(request.key, max(0.0, until_s - (yield Now())))
         try:
             return (yield request)
         except CoordinationError:
@@ -330,18 +322,7 @@ def _patiently(request: Request, until_s: float) -> Exchange:
 
 def _patient_get(key: str, until_s: float) -> Exchange:
     """Waits for a key until the deadline, over failures of the service; None where it is not there in time."""
-    pause_s, longest_s = _RETRY_S
-    while True:
-        left_s = max(0.0, until_s - (yield Now()))
-        try:
-            text = yield Get(key, left_s)
-        except CoordinationError:
-            if (yield Now()) + pause_s > until_s:
-                raise
-            yield Pause(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
-            continue
-        return text
+    return _patiently(Get(key, 0.0), until_s)
 
 
 def _short_get(key: str, until_s: float) -> Exchange:

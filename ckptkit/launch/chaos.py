@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any, final
 
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.launch.attached import AttachedJob
 from ckptkit.launch.faults import ANY, LASTING, PLACES, Fault, is_own
 from ckptkit.launch.harm import FullDisk, LocalBucket, emptied, flipped
 from ckptkit.launch.launcher import Launcher
-from ckptkit.launch.policy import ExitCode
-from ckptkit.launch.workers import Hooks
+from ckptkit.launch.policy import ExitCode, Hooks
+from ckptkit.launch.status import AttachedJob
 from ckptkit.util.clock import Deadline, monotonic_s, wall_s
 
 _START_MAX_S = 60.0  # a job that marks no steps counts as running after this
@@ -341,27 +340,21 @@ class Chaos:
         return _past(fault) if done else None
 
     def _begin_lasting(self, job: Launcher | AttachedJob, fault: Fault) -> str | None:
-        if fault.kind == "freeze":
-            if not job.signal(fault.victims[0], signal.SIGSTOP):
-                return None
-        elif fault.kind == "fill":
-            disk = self._targets.disk
-            assert disk is not None
+        disk, bucket = self._targets.disk, self._targets.bucket
+        if fault.kind == "fill" and disk is not None:
             return f"filled {disk.directory} with {disk.begin():,} bytes for {self._lasting_s:g} s"
-        else:
-            assert self._targets.bucket is not None
-            self._targets.bucket.begin()
+        if fault.kind == "outage" and bucket is not None:
+            bucket.begin()
+        elif not job.signal(fault.victims[0], signal.SIGSTOP):
+            return None
         return f"{_past(fault)} for {self._lasting_s:g} s"
 
     def _end_lasting(self, job: Launcher | AttachedJob, fault: Fault) -> None:
-        if fault.kind == "freeze":
-            job.signal(fault.victims[0], signal.SIGCONT)
-        elif fault.kind == "fill":
-            assert self._targets.disk is not None
-            self._targets.disk.end()
+        target = {"fill": self._targets.disk, "outage": self._targets.bucket}.get(fault.kind)
+        if target is not None:
+            target.end()
         else:
-            assert self._targets.bucket is not None
-            self._targets.bucket.end()
+            job.signal(fault.victims[0], signal.SIGCONT)
 
 
 def _past(fault: Fault) -> str:

@@ -84,16 +84,14 @@ class Fault:
 class FaultPlan:
     """The faults of a seed: `count` of them, on average `mtbf_s` apart. The same seed plans the same faults.
 
-    `weights`: how often each kind is drawn, in relation to the others. A freeze, a full disk and an outage last
-    `lasting_s`. `hosts`: the processes are taken as those of so many hosts. Raises `ValueError` for weights of other
-    kinds, and where none is above 0.
+    `weights`: how often each kind is drawn, in relation to the others. `hosts`: the processes are taken as those of so
+    many hosts. Raises `ValueError` for weights of other kinds, and where none is above 0.
     """
 
     seed: int
     mtbf_s: float
     count: int
     weights: Mapping[FaultKind, float] = field(default_factory=lambda: {"kill": 1.0})
-    lasting_s: float = 5.0
     wipes: tuple[Hazard, ...] = ()
     flips: tuple[Hazard, ...] = ()
     hosts: int = 1

@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, final
 
-from ckptkit.launch.beats import beats_message
 from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.command import python_command
 from ckptkit.launch.control import Connection, ControlError, checked_secret, connect
 from ckptkit.launch.host import LocalHost
-from ckptkit.launch.policy import ExitCode
-from ckptkit.launch.roster import SILENCE_S
+from ckptkit.launch.policy import ExitCode, Hooks, Workers
+from ckptkit.launch.roster import SILENCE_S, beats_message
 from ckptkit.launch.signals import passed_by, signals_mean
 from ckptkit.launch.specs import JobPlace, specs_of
-from ckptkit.launch.workers import Hooks, Workers
 from ckptkit.util.clock import Deadline, monotonic_s
 from ckptkit.util.heartbeat import Beats
 

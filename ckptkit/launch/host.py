@@ -12,10 +12,9 @@ from typing import Any, final
 
 from ckptkit.launch import worker
 from ckptkit.launch.child import Child, Running, child_env, spawn, spawn_command
-from ckptkit.launch.command import PythonCommand, python_command
-from ckptkit.launch.imports import leading_imports
+from ckptkit.launch.command import PythonCommand, leading_imports, python_command
+from ckptkit.launch.policy import Hooks, Workers
 from ckptkit.launch.standby import Standby, StandbyError
-from ckptkit.launch.workers import Hooks, Workers
 from ckptkit.util import heartbeat
 from ckptkit.util.clock import monotonic_s
 
@@ -171,11 +170,6 @@ class LocalHost:
         if self._names is not None:
             os.close(self._names)
             self._names = None
-
-    def template_pids(self) -> list[int]:
-        """The process ids of the templates that live."""
-        pids = (place.standby.pid for place in self._places.values() if place.standby is not None)
-        return [pid for pid in pids if pid is not None]
 
     def _add(self, spec: WorkerSpec, running: Running) -> None:
         self.children.append(Child(spec.process, running, self._on_output, self._on_error))

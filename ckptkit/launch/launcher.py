@@ -11,14 +11,12 @@ from typing import Any
 from ckptkit.events import EventLog, Kind
 from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.host import LocalHost
-from ckptkit.launch.policy import ExitCode, HangPolicy, Loss, RestartPolicy
-from ckptkit.launch.ports import free_port
+from ckptkit.launch.policy import ExitCode, HangPolicy, Hooks, Loss, RestartPolicy, Workers
 from ckptkit.launch.roster import Report, Roster
 from ckptkit.launch.signals import passed_by, signals_mean
-from ckptkit.launch.specs import JobPlace, specs_of
+from ckptkit.launch.specs import JobPlace, free_port, specs_of
 from ckptkit.launch.status import Status
 from ckptkit.launch.watch import Watch
-from ckptkit.launch.workers import Hooks, Workers
 from ckptkit.util.clock import Deadline, monotonic_s
 
 _TICK_S = 0.1  # for beats, and for templates
@@ -256,7 +254,8 @@ class Launcher:
     def _wait_for_loss(self) -> Loss | None:
         """Returns at the first child that is lost, or None once all have, or when it must stop."""
         alive = list(self._children)
-        while (alive or self._others_run()) and not (self._is_told() or self._errors):
+        others = self._total - len(self._children) if alive else 0  # workers of other hosts
+        while (alive or len(self._codes) < others) and not (self._is_told() or self._errors):
             ended = self._wait(alive, None if self._watch is None else _TICK_S)
             alive = [child for child in alive if child not in ended]
             codes = [(child.process, child.reap()) for child in ended]
@@ -271,10 +270,6 @@ class Launcher:
         if self._watch is not None and self._children:
             self._take_beats(self._watch)  # the last steps of the attempt
         return None
-
-    def _others_run(self) -> bool:
-        """Whether workers of other hosts have not ended."""
-        return bool(self._children) and len(self._codes) < self._total - len(self._children)
 
     def _losses_elsewhere(self) -> list[Loss]:
         """Takes what other hosts have reported."""
@@ -317,7 +312,7 @@ class Launcher:
             self._status.recovered(back)
         if self._roster is not None:
             beats |= self._roster.beats()
-        for line in watch.slow(beats):
+        for line in watch.pace.look(beats):
             self._say(line)
         hung = watch.look(beats)
         if watch.has_stepped:
@@ -347,7 +342,7 @@ class Launcher:
             self._say(f"preempted: the processes have {self._policy.preempt_grace_s:g} s to save their last step")
         grace_s = self._policy.preempt_grace_s if is_last_save else self._policy.grace_s
         if self._roster is not None:
-            self._roster.stop(grace_s)
+            self._roster.tell("stop", grace_s=grace_s)
         grace = Deadline(grace_s)
         stops_max = 0 if is_last_save else 1
         while alive and not grace.passed and self._stops <= stops_max:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
-from ckptkit.launch.beats import beats_of
 from ckptkit.launch.control import Connection, ControlError, Listener
 from ckptkit.util.clock import Deadline, monotonic_s
-from ckptkit.util.heartbeat import Beats
+from ckptkit.util.heartbeat import Beats, Saves
 
 SILENCE_S = 5.0  # after which a host is lost: five pings
 _STOP_EXTRA_S = 10.0  # for a host to end its workers, beyond their grace
@@ -133,14 +132,11 @@ class Roster:
         """The first process of a host in the attempt; of one that is in none, 0."""
         return self._processes * (1 + self._places.index(host)) if host in self._places else 0
 
-    def stop(self, grace_s: float) -> None:
-        """Begins to end the workers of all other hosts."""
-        for host in self._in_attempt():
-            host.connection.send({"do": "stop", "grace_s": grace_s})
-
     def tell(self, what: str, **fields: Any) -> None:
         """Sends an order to the hosts of the attempt."""
-        for host in self._in_attempt():
+        with self._lock:
+            hosts = [host for host in self._hosts if host.attempt is not None]
+        for host in hosts:
             host.connection.send({"do": what, **fields})
 
     def wait_until_stopped(self, grace_s: float) -> None:
@@ -173,10 +169,6 @@ class Roster:
             host.connection.send({"do": "finish", "code": code})
         for host in hosts:
             host.connection.finish()
-
-    def _in_attempt(self) -> list[RemoteHost]:
-        with self._lock:
-            return [host for host in self._hosts if host.attempt is not None]
 
     def _placed(self, count: int) -> list[RemoteHost]:
         kept: list[RemoteHost | None] = [host if host in self._hosts else None for host in self._places]
@@ -225,3 +217,45 @@ class Roster:
                 self._reports.append(Report(kind="lost", host=host, why=f"host {host.name} is lost: {error}"))
             self._lock.notify_all()
         self._wake()
+
+
+def beats_message(beats: Mapping[int, Beats | None]) -> dict[str, Any]:
+    """The fields of the message: one row for each process, its beats or null."""
+    now_s = monotonic_s()
+    rows = [[process, None if each is None else _row(each, now_s)] for process, each in beats.items()]
+    return {"is": "beats", "beats": rows}
+
+
+def beats_of(message: Mapping[str, Any], processes: range) -> dict[int, Beats | None]:
+    """The beats in a message that was just received, of `processes` alone."""
+    now_s = monotonic_s()
+    rows = [(int(process), row) for process, row in message["beats"]]
+    return {process: None if row is None else _beats(row, now_s) for process, row in rows if process in processes}
+
+
+def _row(beats: Beats, now_s: float) -> list[float]:
+    saves = beats.saves
+    ages = [now_s - beats.at_s, now_s - beats.first_s]
+    return [
+        beats.count,
+        beats.step,
+        beats.first_step,
+        *ages,
+        beats.longest_s,
+        saves.count,
+        saves.own_s,
+        saves.computing_s,
+    ]
+
+
+def _beats(row: list[float], now_s: float) -> Beats:
+    count, step, first_step, age_s, first_age_s, longest_s, saves, own_s, computing_s = row
+    return Beats(
+        count=int(count),
+        step=int(step),
+        at_s=now_s - float(age_s),
+        longest_s=float(longest_s),
+        first_step=int(first_step),
+        first_s=now_s - float(first_age_s),
+        saves=Saves(count=int(saves), own_s=float(own_s), computing_s=float(computing_s)),
+    )

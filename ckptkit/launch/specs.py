@@ -1,8 +1,9 @@
-"""The workers of one host in one attempt, with their words and their environment."""
+"""The workers of one host in one attempt, with their words and their environment, and a free port for the job."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,3 +53,12 @@ def filled_in(words: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...
     for name, value in values.items():
         filled = [word.replace(f"{{{name}}}", value) for word in filled]
     return tuple(filled)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of `host` ('': of any address) that was free a moment ago.
+
+    Should another program take it, the attempt fails and the next one has a new port.
+    """
+    with socket.create_server((host, 0)) as server:
+        return server.getsockname()[1]

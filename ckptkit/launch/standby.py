@@ -52,7 +52,7 @@ class Standby:
         prefix: Sequence[str] = (),
     ):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._awaited, self._ready = 1, False  # answers of the template; whether it has sent one
+        self._awaited, self.was_ready = 1, False  # answers of the template; whether it has once imported everything
         self._seen = {name: env.get(name) for name in _HIDES_DEVICES}
         self._socket, theirs = socket.socketpair()
         try:
@@ -66,11 +66,6 @@ class Standby:
     def pid(self) -> int | None:
         """The process id; None once it has ended."""
         return None if self._running is None else self._running.pid
-
-    @property
-    def was_ready(self) -> bool:
-        """Whether it has once imported everything."""
-        return self._ready
 
     def is_ready(self) -> bool:
         """Whether it has imported everything. Raises `StandbyError` where it never will, or has ended."""
@@ -125,7 +120,7 @@ class Standby:
     def _note_ready(self, message: Mapping[str, Any]) -> None:
         if message.get("unsafe") is not None:
             raise StandbyError(str(message["unsafe"]), culprit=message.get("culprit"))
-        self._awaited, self._ready = self._awaited - 1, True
+        self._awaited, self.was_ready = self._awaited - 1, True
 
     def _send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         body = json.dumps(message).encode()

@@ -1,15 +1,19 @@
-"""Reads the beats of an attempt's workers: which worker hangs, and how long the job took to recover from a loss."""
+"""Reads the beats of an attempt's workers: which one hangs or is slow, and how long a recovery from a loss took."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from ckptkit.launch.pace import Pace
 from ckptkit.launch.policy import HangPolicy
 from ckptkit.util.clock import monotonic_s, time_text
-from ckptkit.util.heartbeat import Beats
+from ckptkit.util.heartbeat import Beats, Saves
+from ckptkit.util.stragglers import late, slow
+
+_SAMPLE_S = 1.0  # a host sends the beats of its workers so often
+_SAMPLES_MAX = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +47,8 @@ class Watch:
         self._longest_s = 0.0  # pause between two steps, of the job
         self._longest_start_s: float | None = None  # to a first step, of the job
         self._started_s = 0.0
-        self._pace = Pace()
-        self._reached: int | None = None
+        self.pace = Pace()
+        self.reached: int | None = None  # the newest step of process 0, in all attempts
         self._lost_at_s: float | None = None
         self._failed_at: int | None = None
         self.attempt = 0
@@ -55,20 +59,15 @@ class Watch:
     def begin(self, attempt: int) -> None:
         """The workers of an attempt have been started."""
         self.attempt, self._is_back, self.has_stepped = attempt, False, False
-        self._started_s, self._pace = monotonic_s(), Pace()
+        self._started_s, self.pace = monotonic_s(), Pace()
 
     def lost(self, at_s: float, *, failed: bool) -> None:
         """The attempt was lost at this time of the monotonic clock. `failed`: a process ended itself with an error; if
         that was after the same step as the last time, the attempt `fails_again`, and a restart at once would too."""
         self._lost_at_s = at_s
-        failed_at = self._reached if failed and self.has_stepped else None
+        failed_at = self.reached if failed and self.has_stepped else None
         self.fails_again = failed_at is not None and failed_at == self._failed_at
         self._failed_at = failed_at
-
-    @property
-    def reached(self) -> int | None:
-        """The newest step of process 0, in all attempts."""
-        return self._reached
 
     def look(self, beats: Mapping[int, Beats | None]) -> tuple[int, float] | None:
         """Takes the newest beats; returns a process that hangs, and for how many seconds it has made no step.
@@ -90,17 +89,13 @@ class Watch:
         is_hung = self._hang is not None and pause_s > self._hang.limit_after(longest_s)
         return (process, pause_s) if is_hung else None
 
-    def slow(self, beats: Mapping[int, Beats | None]) -> list[str]:
-        """A line for each process that is persistently slow; each is named once in an attempt."""
-        return self._pace.look(beats)
-
     def _learn(self, known: Mapping[int, Beats]) -> None:
         self.has_stepped = True
         self._longest_s = max([self._longest_s, *(each.longest_s for each in known.values())])
         first_s = max(each.first_s for each in known.values()) - self._started_s
         self._longest_start_s = max(self._longest_start_s or 0.0, first_s)
         if self._is_back or self._lost_at_s is None:
-            self._reached = known[min(known)].step
+            self.reached = known[min(known)].step
 
     def recovery(self, beats: Mapping[int, Beats | None]) -> Recovery | None:
         """The return from the last loss, once: when process 0 has made a step."""
@@ -111,7 +106,51 @@ class Watch:
             attempt=self.attempt,
             seconds=round(max(0.0, first.first_s - self._lost_at_s), 3),
             step=first.first_step,
-            reached=self._reached,
+            reached=self.reached,
         )
         self._is_back = True
         return found
+
+
+@final
+class Pace:
+    """Follows the saves of one attempt. A sample of a process is the mean of its saves in a second or more."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Saves] = {}
+        self._own: dict[int, deque[float]] = {}
+        self._waits: dict[int, deque[float]] = {}
+        self._named: set[tuple[str, int]] = set()
+        self._next_s = 0.0
+
+    def look(self, beats: Mapping[int, Beats | None]) -> list[str]:
+        """Takes the newest beats; returns a line for each process that is slow and was not named yet."""
+        if monotonic_s() < self._next_s:
+            return []
+        self._next_s = monotonic_s() + _SAMPLE_S
+        for process, each in beats.items():
+            if each is not None:
+                self._take(process, each.saves)
+        found = {}
+        for each in slow(self._own):
+            text = (
+                f"process {each.process} is slow: it takes {time_text(each.own_s)} for its part of a save, the others "
+            )
+            found["save", each.process] = text + f"{time_text(each.others_s)}; look at its host"
+        if (last := late(self._waits)) is not None:
+            text = f"process {last.process} is slow: it starts its steps last; at saves the others wait "
+            text += f"{time_text(last.others_s)} or more for the devices, and it waits {time_text(last.own_s)}"
+            found["step", last.process] = text + "; look at its host"
+        new = {key: text for key, text in found.items() if key not in self._named}
+        self._named.update(new)
+        return list(new.values())
+
+    def _take(self, process: int, saves: Saves) -> None:
+        before = self._seen.get(process, Saves())
+        if (count := saves.count - before.count) > 0:
+            self._seen[process] = saves
+            for kept, total_s in (
+                (self._own, saves.own_s - before.own_s),
+                (self._waits, saves.computing_s - before.computing_s),
+            ):
+                kept.setdefault(process, deque(maxlen=_SAMPLES_MAX)).append(total_s / count)

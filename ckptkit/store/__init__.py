@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from ckptkit.util.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ckptkit.store.backends import all_of as all_of
     from ckptkit.store.backends import properties_of as properties_of
+    from ckptkit.store.backends import side_by_side as side_by_side
     from ckptkit.store.base import Properties as Properties
     from ckptkit.store.base import PutMode as PutMode
     from ckptkit.store.base import Stat as Stat
@@ -16,7 +18,5 @@ if TYPE_CHECKING:
     from ckptkit.store.remote import RemoteStore as RemoteStore
     from ckptkit.store.retry import RetryStore as RetryStore
     from ckptkit.store.roots import open_store as open_store
-    from ckptkit.store.together import all_of as all_of
-    from ckptkit.store.together import side_by_side as side_by_side
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

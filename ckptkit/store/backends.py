@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from ckptkit.store.backend import BUCKET, Backend
 from ckptkit.store.base import Properties
@@ -22,6 +24,7 @@ BACKENDS: Final = {
     "s3a": S3A,
     "memory": replace(_OTHER, properties=replace(BUCKET, round_trips=False)),
 }
+_AT_A_TIME = 16
 
 
 def backend_of(url: str) -> Backend:
@@ -35,3 +38,22 @@ def properties_of(url: str) -> Properties:
     for a path a look at its mount (`mounts.file_system_of`)."""
     properties = backend_of(url).properties
     return directory_properties(url) if properties.file_system else properties
+
+
+def side_by_side(acts: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of `acts`, in their order.
+
+    All of them have ended when this returns or raises, so what follows comes after each; among themselves they have no
+    order. Raises what the first in the sequence has raised.
+    """
+    if len(acts) <= 1:
+        return [act() for act in acts]
+    with ThreadPoolExecutor(min(len(acts), _AT_A_TIME), thread_name_prefix="ckptkit-ask") as pool:
+        begun = [pool.submit(act) for act in acts]
+    return [each.result() for each in begun]
+
+
+def all_of(root: str, acts: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of `acts` on one store. They run in parallel if each waits for an answer (`Properties.round_trips`),
+    else one after the other."""
+    return side_by_side(acts) if properties_of(root).round_trips else [act() for act in acts]

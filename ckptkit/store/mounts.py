@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Final, Literal, get_args
 
 Medium = Literal["memory", "disk", "network", "bucket", "other"]
@@ -195,7 +196,7 @@ def mount_of(path: str | os.PathLike[str]) -> Mount | None:
     except OSError:
         return None
     real = os.path.realpath(path)
-    holding = [mount for mount in mounts if _is_below(real, mount.point)]
+    holding = [mount for mount in mounts if Path(real).is_relative_to(mount.point)]
     # Of two at one point the later one covers the earlier.
     return max(enumerate(holding), key=lambda each: (len(each[1].point), each[0]), default=(0, None))[1]
 
@@ -227,10 +228,6 @@ def _existing(path: str | os.PathLike[str]) -> str:
     while not os.path.exists(there) and there != os.path.dirname(there):
         there = os.path.dirname(there)
     return there
-
-
-def _is_below(path: str, point: str) -> bool:
-    return path == point or path.startswith(point.rstrip("/") + "/")
 
 
 def _unescaped(text: str) -> str:

@@ -90,7 +90,7 @@ class DiskFile:
         """
         if method == "direct" and "direct" in self.methods:
             try:
-                self._write_direct(source, start)
+                _write(self._direct_fd, source, start)
                 return
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
@@ -132,9 +132,6 @@ class DiskFile:
         for fd in (self._fd, self._direct_fd):
             if fd >= 0:
                 os.close(fd)
-
-    def _write_direct(self, source: np.ndarray, start: int) -> None:
-        _write(self._direct_fd, source, start)
 
 
 @final

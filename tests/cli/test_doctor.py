@@ -16,7 +16,7 @@ import pytest
 
 import ckptkit
 from ckptkit.diagnosis import RULES, Facts, rules, stragglers
-from ckptkit.diagnosis.mounts import misplaced
+from ckptkit.diagnosis.examining import misplaced
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import goodput_report
 from ckptkit.inspection import Holding, StepEntry

@@ -21,11 +21,10 @@ from ckptkit.cli import main
 from ckptkit.cli.chaos import ChaosReport
 from ckptkit.events import EventLog
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
-from ckptkit.launch.attached import AttachedJob
 from ckptkit.launch.chaos import Chaos, ChaosRun, Injected, Targets
 from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
 from ckptkit.launch.harm import FullDisk, LocalBucket, emptied, flipped
-from ckptkit.launch.status import write_status
+from ckptkit.launch.status import AttachedJob, write_status
 from ckptkit.util.clock import time_text
 from tests.mounts import Mounts
 
@@ -58,7 +57,7 @@ def script(tmp_path: Path, wrong: str = "0") -> str:
     return str(path)
 
 
-def run(tmp_path: Path, plan: FaultPlan, *, processes: int = 2) -> tuple[ChaosRun, list[str]]:
+def run(tmp_path: Path, plan: FaultPlan, *, processes: int = 2, lasting_s: float = 5.0) -> tuple[ChaosRun, list[str]]:
     said: list[str] = []
     command = [sys.executable, script(tmp_path), str(tmp_path / "job")]
     workers = Workers(command, processes=processes, warm=WarmStart(is_cold=True))
@@ -67,7 +66,7 @@ def run(tmp_path: Path, plan: FaultPlan, *, processes: int = 2) -> tuple[ChaosRu
     places = {"ram": str(tmp_path / "ram"), "ssd": str(tmp_path / "disk"), "durable": "/"}
     chaos = Chaos(
         tuple(plan.faults(processes)),
-        lasting_s=plan.lasting_s,
+        lasting_s=lasting_s,
         targets=Targets(places=lambda process: places),
         events=events,
         say=said.append,
@@ -119,13 +118,12 @@ def test_job_comes_back_from_every_kind_of_fault(tmp_path: Path) -> None:
         mtbf_s=0.05,
         count=6,
         weights={"kill": 1.0, "freeze": 1.0, "preempt": 1.0},
-        lasting_s=0.2,
         wipes=(wipe("ram", 1.0),),
         flips=(wipe("any", 1.0),),
     )
     planned = list(plan.faults(2))
     assert {fault.kind for fault in planned} == {"kill", "freeze", "preempt"}
-    ended, said = run(tmp_path, plan)
+    ended, said = run(tmp_path, plan, lasting_s=0.2)
     assert (ended.code, ended.unplanned) == (ExitCode.OK, ())
     done = [each.fault for each in ended.injected]
     assert done == planned[: len(done)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.launch import pace
-from ckptkit.launch.beats import beats_message, beats_of
-from ckptkit.launch.pace import Pace
+from ckptkit.launch import watch
+from ckptkit.launch.roster import beats_message, beats_of
+from ckptkit.launch.watch import Pace
 from ckptkit.util import stragglers
 from ckptkit.util.heartbeat import Beats, Saves
 
@@ -19,7 +19,7 @@ def beats(saves: int, own_s: float, computing_s: float) -> Beats:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(pace, "monotonic_s", lambda: now[0])
+    monkeypatch.setattr(watch, "monotonic_s", lambda: now[0])
     return now
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptkit.events import Event, Kind
-from ckptkit.schedule.save_costs import SaveCosts
+from ckptkit.schedule.goodput_policy import SaveCosts
 
 
 class Loop:

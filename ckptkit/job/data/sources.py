@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
@@ -17,41 +17,6 @@ RecordOf = Callable[[int], int]  # the first record of a step
 _STEPS_MAX = 1 << 48  # of endless data, whose length is `sys.maxsize`
 
 
-class Source(Protocol):
-    """Reads the rows of one process, step by step."""
-
-    @property
-    def records(self) -> int | None:
-        """The length of the data; None where it is endless or not known."""
-        ...
-
-    @property
-    def stream_count(self) -> int:
-        """How many streams the data has; 0 where it is read by index."""
-        ...
-
-    @property
-    def streams(self) -> frozenset[int]:
-        """The streams that are read here."""
-        ...
-
-    def seek(self, position: DataPosition, record_of: RecordOf) -> None:
-        """Begins to read at a position."""
-        ...
-
-    def read(self, step: int) -> Any:
-        """The rows of the next step, whose number the caller knows. Raises StopIteration at the end."""
-        ...
-
-    def states(self) -> Mapping[int, Any]:
-        """The states of the streams that are read here."""
-        ...
-
-    def close(self) -> None:
-        """Ends what reads ahead; `seek` begins anew."""
-        ...
-
-
 class _ByIndex(ABC):
     """The common part of data with an index: the end is known, and the position is a number."""
 
@@ -59,7 +24,7 @@ class _ByIndex(ABC):
     streams: frozenset[int] = frozenset()
 
     def __init__(self, length: int, global_batch: int, rows: np.ndarray):
-        self.records = None if length >= sys.maxsize // 2 else length
+        self.records = None if length >= sys.maxsize // 2 else length  # None: endless
         self._global_batch = global_batch
         self._rows = [int(row) for row in rows]
         self._last_start = length - global_batch  # of the last whole batch
@@ -75,7 +40,7 @@ class _ByIndex(ABC):
             self._iterator = iter(self._steps(position.step, min(left, _STEPS_MAX)))
 
     def read(self, step: int) -> Any:
-        """The rows of the next step."""
+        """The rows of the next step, whose number the caller knows. Raises StopIteration at the end."""
         if self._iterator is None or self._record_of(step) > self._last_start:
             raise StopIteration
         return next(self._iterator)
@@ -246,7 +211,7 @@ class StreamSource:
                 _set_state(self._iterators[number], position.streams[number])
 
     def read(self, step: int) -> Any:
-        """The rows of the next step."""
+        """The rows of the next step. Raises StopIteration at the end."""
         del step
         kept: list[Any] = []
         for number, rows in self._rows.items():
@@ -263,6 +228,9 @@ class StreamSource:
         iterators, self._iterators = self._iterators, {}
         for iterator in iterators.values():
             _close(iterator)
+
+
+Source = IndexSource | LoaderSource | StreamSource  # reads the rows of one process, step by step
 
 
 def is_by_index(loader: grain.DataLoader) -> bool:

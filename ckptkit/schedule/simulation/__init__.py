@@ -10,11 +10,21 @@ from ckptkit.schedule.simulation.cluster import (
     TierModel,
     default_tier,
 )
-from ckptkit.schedule.simulation.compare import Result, compare, find_oracle, mean_ci
+from ckptkit.schedule.simulation.compare import (
+    FixedIntervals,
+    Learned,
+    Result,
+    compare,
+    continuous,
+    daly,
+    find_oracle,
+    levels,
+    mean_ci,
+    young,
+)
 from ckptkit.schedule.simulation.cycle import Schedule
 from ckptkit.schedule.simulation.engine import Mark, Outcome, Policy, Seen, simulate, simulate_all
 from ckptkit.schedule.simulation.failures import Failures, FailureTrace, draw, read_trace, replay
-from ckptkit.schedule.simulation.policies import FixedIntervals, Learned, continuous, daly, levels, young
 
 __all__ = [
     "FAILURES",

@@ -1,23 +1,41 @@
 """The JSON API, except uploads: a call and its route in, a reply out."""
 
-from collections.abc import Callable
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from typing import Final, final
 
 from ckptkit.testing.bucket import errors
 from ckptkit.testing.bucket.call import Call, Reply, Route, Span, json_reply
-from ckptkit.testing.bucket.conditions import Preconditions, number
+from ckptkit.testing.bucket.conditions import Preconditions, number, read_range
 from ckptkit.testing.bucket.content import Spool
 from ckptkit.testing.bucket.listing import ListQuery
-from ckptkit.testing.bucket.names import check_object
 from ckptkit.testing.bucket.objects import ObjectStore
-from ckptkit.testing.bucket.ranges import read_range
-from ckptkit.testing.bucket.records import JsonObject, ObjectRecord, patched_fields, settable_fields
-from ckptkit.testing.bucket.resources import bucket_resource, media_headers, object_resource
-from ckptkit.testing.bucket.rewrites import advance, moves_bytes
+from ckptkit.testing.bucket.records import (
+    BucketRecord,
+    JsonObject,
+    ObjectRecord,
+    check_object,
+    now_us,
+    patched_fields,
+    settable_fields,
+)
+from ckptkit.testing.bucket.resources import (
+    bucket_resource,
+    location_of,
+    media_headers,
+    object_resource,
+    storage_class_of,
+)
 
 COMPOSE_LIMIT: Final = 32
 _COPY_BYTES: Final = 1 << 20
 _BUCKET_FIXED: Final = frozenset({"name", "id", "kind", "metageneration", "etag", "selfLink", "timeCreated", "updated"})
+TOKEN_LIFE_US: Final = 7 * 86_400 * 1_000_000  # https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite
+CALL_BYTES: Final = 4 << 20  # of one call, where the caller leaves it to the service
+_UNIT_BYTES: Final = 1 << 20
+_TOKEN_LENGTH_MAX: Final = 4096
 
 
 @final
@@ -150,9 +168,9 @@ class Api:
         if moves_bytes(source, buckets[0], buckets[1], fields):
             same = {name: value for name, value in call.query.items() if name != "rewriteToken"}
             request = {"path": call.path, "query": same, "fields": fields}
-            progress = advance(source, call.query, request)
-            if progress.token is not None:
-                return json_reply(_rewritten(source, progress.rewritten_bytes, rewriteToken=progress.token))
+            rewritten_bytes, token = advance(source, call.query, request)
+            if token is not None:
+                return json_reply(_rewritten(source, rewritten_bytes, rewriteToken=token))
         elif call.query.get("rewriteToken"):
             raise errors.invalid("The rewrite token does not belong to this request.")
         record = self._copied(call, route)
@@ -225,5 +243,46 @@ def _object_of(value: JsonObject, key: str) -> JsonObject:
 
 def _bucket_fields(resource: JsonObject) -> JsonObject:
     if _object_of(resource, "versioning").get("enabled"):
-        raise errors.not_offered("This server keeps no versions of objects.")
+        raise errors.GoogleError(501, "notImplemented", "This server keeps no versions of objects.")
     return {key: value for key, value in resource.items() if key not in _BUCKET_FIXED}
+
+
+def moves_bytes(source: ObjectRecord, origin: BucketRecord, target: BucketRecord, fields: JsonObject) -> bool:
+    """Whether a rewrite changes location or storage class: only then it may need several calls."""
+    wanted = fields.get("storageClass") or storage_class_of(target)
+    return location_of(origin) != location_of(target) or wanted != storage_class_of(source)
+
+
+def advance(source: ObjectRecord, query: Mapping[str, str], request: JsonObject) -> tuple[int, str | None]:
+    """One call's part of the rewrite of `source`; `request` is all that has to be the same in each call. Returns the
+    bytes rewritten so far, and the token for the next call: None once all are.
+
+    Raises 400 for a token of another request and 410 for one that is too old.
+    """
+    limit_bytes = number(query, "maxBytesRewrittenPerCall") or CALL_BYTES
+    if limit_bytes % _UNIT_BYTES:
+        raise errors.invalid("maxBytesRewrittenPerCall must be an integral multiple of 1048576.")
+    digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+    began_us, done_bytes, size_bytes = now_us(), 0, source.content.size_bytes
+    if token := query.get("rewriteToken"):
+        known = _read_token(token)
+        if known.get("request") != digest or known.get("generation") != source.generation:
+            raise errors.invalid("The rewrite token does not belong to this request.")
+        began_us, done_bytes = known["began_us"], known["done_bytes"]
+        if now_us() - began_us > TOKEN_LIFE_US:
+            raise errors.GoogleError(410, "gone", "The rewrite token has expired.")
+    done_bytes = min(size_bytes, done_bytes + limit_bytes)
+    if done_bytes == size_bytes:
+        return size_bytes, None
+    state = {"request": digest, "generation": source.generation, "began_us": began_us, "done_bytes": done_bytes}
+    return done_bytes, base64.urlsafe_b64encode(json.dumps(state).encode()).decode()
+
+
+def _read_token(token: str) -> JsonObject:
+    try:
+        known = json.loads(base64.b64decode(token[:_TOKEN_LENGTH_MAX], altchars=b"-_", validate=True))
+        if not all(isinstance(known[name], int) for name in ("generation", "began_us", "done_bytes")):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise errors.invalid(f"Invalid value for rewriteToken: {token[:64]!a}") from error
+    return known

@@ -20,9 +20,9 @@ from ckptkit.testing.bucket.call import (
     resolve,
     split_target,
 )
-from ckptkit.testing.bucket.faults import PermissionWithdrawn, QuotaFull, Status, effect_name
+from ckptkit.testing.bucket.faults import PermissionWithdrawn, QuotaFull, Status
 from ckptkit.testing.bucket.injector import Injector
-from ckptkit.testing.bucket.log import Entry, Exchange, RequestLog
+from ckptkit.testing.bucket.log import Exchange, RequestLog
 from ckptkit.testing.bucket.multipart import parse_headers, split_mixed
 
 CALL_LIMIT: Final = 100
@@ -54,15 +54,14 @@ class Batches:
 
     def _answer(self, call: Call, content: bytes) -> Reply:
         started_s = time.monotonic()
-        route = Route(kind=CallKind.UNKNOWN, method="", action="")
-        fault = None
+        route = Route(kind=CallKind.UNKNOWN, action="")
+        effect = None
         try:
             inner = _parse(call, content)
             route = resolve(inner.method, inner.path, inner.query)
             if route.kind not in _KINDS:
                 raise errors.invalid("This call cannot be part of a batch.")
-            effect = self._injector.decide(route.kind, route.name).effect
-            fault = None if effect is None else effect_name(effect)
+            _, effect = self._injector.decide(route.kind, route.name)
             reply = answered(effect, lambda: partial_reply(inner, self._api.handle(inner, route)))
         except errors.GoogleError as error:
             reply = error_reply(error, route.action)
@@ -72,17 +71,7 @@ class Batches:
             started_s=started_s,
             elapsed_s=time.monotonic() - started_s,
         )
-        self._log.add(
-            Entry(
-                kind=route.kind,
-                method=route.method,
-                bucket=route.bucket,
-                name=route.name,
-                status=reply.status,
-                fault=fault,
-                exchange=exchange,
-            )
-        )
+        self._log.add(route, route.name, reply.status, effect, exchange)
         return reply
 
 
@@ -100,9 +89,11 @@ def refuse(effect: object, *, stage: str) -> None:
         case Status(code=code, stage=found, nested=nested) if found == stage:
             raise errors.by_status(code, nested=nested)
         case PermissionWithdrawn() if stage == "before":
-            raise errors.permission_denied()
+            text = "The caller does not have permission to access the Google Cloud Storage object."
+            raise errors.GoogleError(403, "forbidden", text)
         case QuotaFull() if stage == "before":
-            raise errors.quota_full()
+            text = "The storage quota for this project has been exceeded."
+            raise errors.GoogleError(403, "quotaExceeded", text, domain="usageLimits")
         case _:
             return
 

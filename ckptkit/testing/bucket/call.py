@@ -1,16 +1,19 @@
-"""A request and an answer without their transport, and what a path means."""
+"""A request and an answer without their transport, what a path means, and the part of an answer that is asked for."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from ckptkit.testing.bucket import errors
-from ckptkit.testing.bucket.names import decode_segment
-from ckptkit.testing.bucket.partial import parse_fields, selected
-from ckptkit.testing.bucket.records import JsonObject
+from ckptkit.testing.bucket.records import JsonObject, decode_segment
+
+_FIELDS_WORD: Final = re.compile(r"[A-Za-z0-9_-]+|\*|[(),/]")
+_DEPTH_MAX: Final = 8
+Selection = dict[str, Any]  # by field: what is selected below it; empty: all of it
 
 
 class CallKind(StrEnum):
@@ -41,8 +44,8 @@ class Route:
     """The meaning of a method and a path; `target` is the destination of copies and moves."""
 
     kind: CallKind
-    method: str
     action: str
+    method: str = ""
     bucket: str = ""
     name: str = ""
     target: tuple[str, str] = ("", "")
@@ -140,7 +143,7 @@ def resolve(method: str, path: str, query: Mapping[str, str]) -> Route:
         parts.pop()
     route = _resolve(method, parts, path, query)
     if route is not None:
-        return route
+        return replace(route, method=method)
     if any(_resolve(other, parts, path, query) for other in _METHODS):
         raise errors.GoogleError(405, "methodNotAllowed", "The specified method is not allowed against this resource.")
     raise errors.no_such_path()
@@ -149,21 +152,21 @@ def resolve(method: str, path: str, query: Mapping[str, str]) -> Route:
 def _resolve(method: str, parts: list[str], path: str, query: Mapping[str, str]) -> Route | None:
     match parts:
         case ["_ckptkit", *rest]:
-            return Route(kind=CallKind.ADMIN, method=method, action="/".join(rest))
+            return Route(kind=CallKind.ADMIN, action="/".join(rest))
         case ["storage", "v1", "b", *rest]:
             return _json(method, rest, query)
         case ["upload", "storage", "v1", "b", bucket, "o"] | ["resumable", "upload", "storage", "v1", "b", bucket, "o"]:
             return _upload(method, bucket, query)
         case ["download", "storage", "v1", "b", bucket, "o", name] if method in {"GET", "HEAD"}:
-            return Route(kind=CallKind.READ, method=method, action="read", bucket=bucket, name=name)
+            return Route(kind=CallKind.READ, action="read", bucket=bucket, name=name)
         case ["batch", "storage", "v1"] | ["batch"] if method == "POST":
-            return Route(kind=CallKind.BATCH, method=method, action="batch")
+            return Route(kind=CallKind.BATCH, action="batch")
         case [("storage" | "upload" | "download" | "batch" | "resumable"), *_]:
             return None
         case [bucket, _, *_] if method in {"GET", "HEAD"}:
             # The XML API takes slashes as they are; only the cut between bucket and name counts.
             name = decode_segment(path[1:].partition("/")[2])
-            return Route(kind=CallKind.READ, method=method, action="xml", bucket=bucket, name=name)
+            return Route(kind=CallKind.READ, action="xml", bucket=bucket, name=name)
     return None
 
 
@@ -171,43 +174,37 @@ def _json(method: str, parts: list[str], query: Mapping[str, str]) -> Route | No
     match parts:
         case []:
             action = {"GET": "buckets.list", "POST": "buckets.insert"}.get(method)
-            return Route(kind=CallKind.BUCKET, method=method, action=action) if action else None
+            return Route(kind=CallKind.BUCKET, action=action) if action else None
         case [bucket]:
             action = _BUCKET_ACTIONS.get(method)
-            return Route(kind=CallKind.BUCKET, method=method, action=action, bucket=bucket) if action else None
+            return Route(kind=CallKind.BUCKET, action=action, bucket=bucket) if action else None
         case [bucket, "o"] if method == "GET":
-            return Route(kind=CallKind.LIST, method=method, action="list", bucket=bucket)
+            return Route(kind=CallKind.LIST, action="list", bucket=bucket)
         case [bucket, "o", name]:
             kind, action = _OBJECT_ACTIONS.get(method, (None, ""))
             if action == "stat" and query.get("alt") == "media":
                 kind, action = CallKind.READ, "read"
-            return Route(kind=kind, method=method, action=action, bucket=bucket, name=name) if kind else None
+            return Route(kind=kind, action=action, bucket=bucket, name=name) if kind else None
         case [bucket, "o", name, "compose"] if method == "POST":
-            return Route(kind=CallKind.COMPOSE, method=method, action="compose", bucket=bucket, name=name)
+            return Route(kind=CallKind.COMPOSE, action="compose", bucket=bucket, name=name)
         case [bucket, "o", name, "moveTo", "o", target] if method == "POST":
-            return Route(
-                kind=CallKind.COPY, method=method, action="move", bucket=bucket, name=name, target=(bucket, target)
-            )
+            return Route(kind=CallKind.COPY, action="move", bucket=bucket, name=name, target=(bucket, target))
         case [bucket, "o", name, ("copyTo" | "rewriteTo") as verb, "b", other, "o", target] if method == "POST":
             action = verb.removesuffix("To")
-            return Route(
-                kind=CallKind.COPY, method=method, action=action, bucket=bucket, name=name, target=(other, target)
-            )
+            return Route(kind=CallKind.COPY, action=action, bucket=bucket, name=name, target=(other, target))
     return None
 
 
 def _upload(method: str, bucket: str, query: Mapping[str, str]) -> Route | None:
     if "upload_id" in query:
         action = {"PUT": "chunk", "POST": "chunk", "DELETE": "abandon"}.get(method)
-        return Route(kind=CallKind.CHUNK, method=method, action=action, bucket=bucket) if action else None
+        return Route(kind=CallKind.CHUNK, action=action, bucket=bucket) if action else None
     if method != "POST":
         return None
     kinds = {"media": CallKind.WRITE, "multipart": CallKind.WRITE, "resumable": CallKind.RESUME}
     upload = query.get("uploadType", "")
     action = upload if upload in kinds else "refuse"
-    return Route(
-        kind=kinds.get(upload, CallKind.WRITE), method=method, action=action, bucket=bucket, name=query.get("name", "")
-    )
+    return Route(kind=kinds.get(upload, CallKind.WRITE), action=action, bucket=bucket, name=query.get("name", ""))
 
 
 def _dump(value: JsonObject) -> bytes:
@@ -228,3 +225,67 @@ _OBJECT_ACTIONS: Final = {
     "PUT": (CallKind.PATCH, "update"),
     "DELETE": (CallKind.DELETE, "delete"),
 }
+
+
+def selected(resource: JsonObject, fields: str) -> JsonObject:
+    """The selected part of `resource`. Raises 400 for an invalid selection."""
+    return _selected(resource, parse_fields(fields))
+
+
+def parse_fields(text: str) -> Selection:
+    """A selection as a tree. Raises 400 for what is none."""
+    words = _FIELDS_WORD.findall(text)
+    if "".join(words) != text.replace(" ", "") or not words:
+        raise _bad_fields(text)
+    selection, rest = _selections(words, text, 0)
+    if rest:
+        raise _bad_fields(text)
+    return selection
+
+
+def _selections(words: list[str], text: str, depth: int) -> tuple[Selection, list[str]]:
+    selection: Selection = {}
+    while True:
+        name, below, words = _field(words, text, depth)
+        selection[name] = {**selection.get(name, {}), **below}
+        if words[:1] != [","]:
+            return selection, words
+        words = words[1:]
+
+
+def _field(words: list[str], text: str, depth: int) -> tuple[str, Selection, list[str]]:
+    """One field, the selection below it, and the words after it."""
+    if not words or words[0] in "(),/" or depth > _DEPTH_MAX:
+        raise _bad_fields(text)
+    name, words = words[0], words[1:]
+    below: Selection = {}
+    if words[:1] == ["("]:
+        below, words = _selections(words[1:], text, depth + 1)
+        if words[:1] != [")"]:
+            raise _bad_fields(text)
+        words = words[1:]
+    elif words[:1] == ["/"]:
+        child, grandchildren, words = _field(words[1:], text, depth + 1)
+        below = {child: grandchildren}
+    return name, below, words
+
+
+def _selected(value: Any, selection: Selection) -> Any:
+    if not selection:
+        return value
+    if isinstance(value, list):
+        return [_selected(each, selection) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {}
+    for name, each in value.items():
+        below = selection.get(name, selection.get("*"))
+        if below is not None:
+            found[name] = _selected(each, below)
+    return found
+
+
+def _bad_fields(text: str) -> errors.GoogleError:
+    return errors.GoogleError(
+        400, "invalidParameter", f"Invalid field selection {text[:64]}", location=("parameter", "fields")
+    )

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ckptkit.testing.bucket.call import Reply, Span
 from ckptkit.testing.bucket.faults import Effect, Reset, SlowBody, Truncate
-from ckptkit.testing.bucket.throttle import QUANTUM_BYTES, TokenBucket
+from ckptkit.testing.bucket.injector import QUANTUM_BYTES, TokenBucket
 
 _PIECE_BYTES: Final = 512 * 1024
 _LINGER_NOT: Final = struct.pack("ii", 1, 0)  # close() sends RST instead of FIN

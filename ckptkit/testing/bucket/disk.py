@@ -10,12 +10,12 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO, final
+from typing import final
 
 from ckptkit.testing.bucket.content import Spool
-from ckptkit.testing.bucket.names import file_name
-from ckptkit.testing.bucket.records import BucketRecord, JsonObject, ObjectRecord
+from ckptkit.testing.bucket.records import BucketRecord, JsonObject, ObjectRecord, file_name
 
 
 @final
@@ -47,8 +47,7 @@ class BucketDirectory:
 
     def write_bucket(self, record: BucketRecord) -> None:
         """Replace the bucket's own record."""
-        fields = {name: getattr(record, name) for name in BucketRecord.__slots__}
-        write_json(self._bucket_file, fields)
+        write_json(self._bucket_file, asdict(record))
 
     def remove(self) -> None:
         """Remove the record first, then the rest."""
@@ -102,22 +101,14 @@ class BucketDirectory:
 
     def write_record(self, record: ObjectRecord) -> None:
         """Replace the record of an object whose bytes stay."""
-        write_json(self._record_path(record.name), record.as_json())
+        write_json(self._record_path(record.name), asdict(record))
 
     def erase_record(self, name: str) -> None:
         """The moment of deletion."""
         self._record_path(name).unlink()
 
-    def erase_data(self, record: ObjectRecord) -> None:
-        """Remove bytes that no record names any more; who has them open still reads them."""
-        (self._data / record.content.id).unlink()
-
-    def open_data(self, record: ObjectRecord) -> BinaryIO:
-        """Open an object's bytes; later overwrites and deletions do not disturb the reader."""
-        return (self._data / record.content.id).open("rb", buffering=0)
-
     def data_path(self, record: ObjectRecord) -> Path:
-        """The file of an object's bytes, to be linked from under the lock."""
+        """The file of an object's bytes, to be opened or linked from under the lock."""
         return self._data / record.content.id
 
     def _record_path(self, name: str) -> Path:

@@ -70,11 +70,6 @@ def required(parameter: str) -> GoogleError:
     return GoogleError(400, "required", f"Required parameter: {parameter}", location=("parameter", parameter))
 
 
-def no_such_bucket() -> GoogleError:
-    """404 for a bucket."""
-    return GoogleError(404, "notFound", "The specified bucket does not exist.")
-
-
 def no_such_object(bucket: str, name: str) -> GoogleError:
     """404 for an object, or for a generation of it that is no longer live."""
     return GoogleError(404, "notFound", f"No such object: {bucket}/{name}")
@@ -90,54 +85,9 @@ def condition_not_met() -> GoogleError:
     return GoogleError(412, "conditionNotMet", CONDITION_TEXT, location=("header", "If-Match"))
 
 
-def not_modified() -> GoogleError:
-    """304: a `NotMatch` precondition did not hold. https://cloud.google.com/storage/docs/request-preconditions"""
-    return GoogleError(304, "notModified", "")
-
-
 def conflict(message: str) -> GoogleError:
     """409: the bucket exists, or is not empty."""
     return GoogleError(409, "conflict", message)
-
-
-def range_not_satisfiable(size_bytes: int) -> GoogleError:
-    """416: the range begins after the last byte."""
-    return GoogleError(
-        416,
-        "requestedRangeNotSatisfiable",
-        "Request range not satisfiable",
-        location=("header", "Range"),
-        headers={"Content-Range": f"bytes */{size_bytes}"},
-    )
-
-
-def no_such_session() -> GoogleError:
-    """404: no resumable session has this name; the client starts a new one."""
-    return GoogleError(404, "notFound", "Upload session not found.")
-
-
-def session_gone() -> GoogleError:
-    """410: the resumable session ended; the client starts a new one."""
-    return GoogleError(410, "gone", "The requested upload session is no longer available.")
-
-
-def permission_denied() -> GoogleError:
-    """403 after the caller's role was withdrawn; clients do not retry it."""
-    return GoogleError(
-        403, "forbidden", "The caller does not have permission to access the Google Cloud Storage object."
-    )
-
-
-def quota_full() -> GoogleError:
-    """403 `quotaExceeded`; clients do not retry it."""
-    return GoogleError(
-        403, "quotaExceeded", "The storage quota for this project has been exceeded.", domain="usageLimits"
-    )
-
-
-def not_offered(message: str) -> GoogleError:
-    """501: the service has this, and this server does not."""
-    return GoogleError(501, "notImplemented", message)
 
 
 def by_status(status: int, *, nested: bool = False) -> GoogleError:

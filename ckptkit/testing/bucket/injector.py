@@ -1,23 +1,16 @@
-"""Decides for each request which faults of the plan in force hit it; keeps the counts."""
+"""Decides for each request which faults of the plan in force hit it, keeps the counts, and paces transfers."""
 
+import asyncio
 import random
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import final
+from typing import Final, final
 
 from ckptkit.testing.bucket.call import CallKind
 from ckptkit.testing.bucket.faults import Delay, Effect, Fault, FaultPlan
-from ckptkit.testing.bucket.throttle import TokenBucket
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ordeal:
-    """The faults of one request: a wait, then at most one effect."""
-
-    delay_s: float = 0.0
-    effect: Effect | None = None
+QUANTUM_BYTES: Final = 64 * 1024  # taken at once: small, so that competing readers get equal shares
 
 
 @final
@@ -50,8 +43,8 @@ class Injector:
         with self._lock:
             return list(self._fired)
 
-    def decide(self, kind: CallKind, name: str) -> Ordeal:
-        """Walk the plan for one request, and count."""
+    def decide(self, kind: CallKind, name: str) -> tuple[float, Effect | None]:
+        """Walk the plan for one request, and count: a wait in seconds, then at most one effect."""
         delay_s = 0.0
         with self._lock:
             for line, fault in enumerate(self._plan.faults):
@@ -59,9 +52,9 @@ class Injector:
                 if source is None:
                     continue
                 if not isinstance(fault.effect, Delay):
-                    return Ordeal(delay_s=delay_s, effect=fault.effect)
+                    return delay_s, fault.effect
                 delay_s += fault.effect.latency.draw(source)
-        return Ordeal(delay_s=delay_s)
+        return delay_s, None
 
     def _hit(self, line: int, fault: Fault, kind: CallKind, name: str) -> random.Random | None:
         if (fault.kinds and kind not in fault.kinds) or not fnmatchcase(name, fault.objects):
@@ -75,3 +68,25 @@ class Injector:
             return None
         self._fired[line] += 1
         return source
+
+
+@final
+class TokenBucket:
+    """Sums to at most `rate` bytes per second over all takers, first come first served; None: unlimited.
+
+    Nothing is saved up while idle, so a transfer of n bytes takes at least n / rate seconds. Event loop only, except
+    that `rate` may be set from any thread.
+    """
+
+    def __init__(self, rate: float | None = None) -> None:
+        self.rate = rate
+        self._free_at_s = 0.0
+
+    async def take(self, size_bytes: int) -> None:
+        """Return when `size_bytes` have passed the bottleneck."""
+        rate = self.rate
+        if rate is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        self._free_at_s = max(now_s, self._free_at_s) + size_bytes / rate
+        await asyncio.sleep(self._free_at_s - now_s)

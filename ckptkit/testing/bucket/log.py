@@ -5,7 +5,8 @@ from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
-from ckptkit.testing.bucket.call import CallKind
+from ckptkit.testing.bucket.call import CallKind, Route
+from ckptkit.testing.bucket.faults import Effect, effect_name
 
 ENTRY_LIMIT: Final = 100_000  # the oldest entries are dropped; totals are not
 
@@ -71,8 +72,17 @@ class RequestLog:
             self._entries: deque[Entry] = deque(maxlen=ENTRY_LIMIT)
             self._totals: dict[CallKind, Totals] = {}
 
-    def add(self, entry: Entry) -> None:
+    def add(self, route: Route, name: str, status: int, effect: Effect | None, exchange: Exchange) -> None:
         """Count one request."""
+        entry = Entry(
+            kind=route.kind,
+            method=route.method,
+            bucket=route.bucket,
+            name=name,
+            status=status,
+            fault=None if effect is None else effect_name(effect),
+            exchange=exchange,
+        )
         with self._lock:
             self._entries.append(entry)
             self._totals[entry.kind] = self._totals.get(entry.kind, Totals()).plus(entry)

@@ -14,8 +14,15 @@ from ckptkit.testing.bucket.conditions import Preconditions
 from ckptkit.testing.bucket.content import Content, Spool
 from ckptkit.testing.bucket.disk import BucketDirectory
 from ckptkit.testing.bucket.listing import ListQuery, Page, page
-from ckptkit.testing.bucket.names import check_bucket, check_object, file_name
-from ckptkit.testing.bucket.records import BucketRecord, JsonObject, ObjectRecord, now_us
+from ckptkit.testing.bucket.records import (
+    BucketRecord,
+    JsonObject,
+    ObjectRecord,
+    check_bucket,
+    check_object,
+    file_name,
+    now_us,
+)
 from ckptkit.testing.bucket.resources import STORAGE_CLASS, storage_class_of
 
 
@@ -63,7 +70,7 @@ class ObjectStore:
         """One bucket, or 404."""
         with self._lock:
             record = self._find(name).record
-            conditions.check_read(record)
+            conditions.check(record)
             return record
 
     def create_bucket(self, name: str, fields: JsonObject) -> BucketRecord:
@@ -85,7 +92,7 @@ class ObjectStore:
         """Replace a bucket's fields."""
         with self._lock:
             bucket = self._find(name)
-            conditions.check_write(bucket.record)
+            conditions.check(bucket.record)
             bucket.record = bucket.record.patched(fields)
             bucket.directory.write_bucket(bucket.record)
             return bucket.record
@@ -94,7 +101,7 @@ class ObjectStore:
         """Remove an empty bucket; 409 when it holds objects."""
         with self._lock:
             bucket = self._find(name)
-            conditions.check_write(bucket.record)
+            conditions.check(bucket.record)
             if bucket.objects:
                 raise errors.conflict("The bucket you tried to delete is not empty.")
             del self._buckets[name]
@@ -108,22 +115,22 @@ class ObjectStore:
     def stat(self, bucket: str, name: str, conditions: Preconditions, *, generation: int | None = None) -> ObjectRecord:
         """The live record, or 404; only the live generation can be asked for."""
         with self._lock:
-            return self._read(bucket, name, conditions, generation)
+            return self._read(bucket, name, conditions.check, generation)
 
     def open(
         self, bucket: str, name: str, conditions: Preconditions, *, generation: int | None = None
     ) -> tuple[ObjectRecord, BinaryIO]:
         """The live record and its bytes, which stay readable when the object is overwritten or deleted."""
         with self._lock:
-            record = self._read(bucket, name, conditions, generation)
-            return record, self._buckets[bucket].directory.open_data(record)
+            record = self._read(bucket, name, conditions.check, generation)
+            return record, self._buckets[bucket].directory.data_path(record).open("rb", buffering=0)
 
     def source(
         self, bucket: str, name: str, conditions: Preconditions, *, generation: int | None = None
     ) -> ObjectRecord:
         """The live record of what is to be copied, or 404, or 412."""
         with self._lock:
-            return self._source((bucket, name), conditions, generation)
+            return self._read(bucket, name, conditions.check_source, generation)
 
     def list(self, bucket: str, query: ListQuery) -> tuple[list[ObjectRecord], Page]:
         """One page at one moment."""
@@ -145,8 +152,7 @@ class ObjectStore:
         check_object(name)
         with self._lock:
             found = self._find(bucket)
-            current = found.objects.get(name)
-            conditions.check_write(current)
+            conditions.check(found.objects.get(name))
             record = self._new_record(name, content, _with_class(found, fields))
             self._put(found, record, spool.path)
             return record
@@ -157,8 +163,7 @@ class ObjectStore:
         """Replace the fields by `change(fields)`: a new metageneration of the same generation."""
         with self._lock:
             found = self._find(bucket)
-            current = _live(found, name)
-            conditions.check_write(current)
+            current = self._read(bucket, name, conditions.check, None)
             record = current.patched(change(current.fields))
             found.directory.write_record(record)
             found.objects[name] = record
@@ -167,12 +172,8 @@ class ObjectStore:
     def delete(self, bucket: str, name: str, conditions: Preconditions, *, generation: int | None = None) -> None:
         """Remove the live object, or raise 404 or 412 and change nothing."""
         with self._lock:
-            found = self._find(bucket)
-            current = _live(found, name)
-            if generation not in {None, current.generation}:
-                raise errors.no_such_object(bucket, name)
-            conditions.check_write(current)
-            self._remove(found, current)
+            current = self._read(bucket, name, conditions.check, generation)
+            self._remove(self._find(bucket), current)
 
     def copy(
         self,
@@ -189,9 +190,9 @@ class ObjectStore:
         """
         check_object(target[1])
         with self._lock:
-            original = self._source(source, source_conditions, generation)
+            original = self._read(*source, source_conditions.check_source, generation)
             found = self._find(target[0])
-            conditions.check_write(found.objects.get(target[1]))
+            conditions.check(found.objects.get(target[1]))
             if fields is None:
                 fields = {name: value for name, value in original.fields.items() if name != "storageClass"}
             return self._link(found, target[1], source[0], original, _with_class(found, fields))
@@ -204,9 +205,9 @@ class ObjectStore:
         if source == target:
             raise errors.invalid("The source and the destination of a move must differ.")
         with self._lock:
-            original = self._source((bucket, source), source_conditions, None)
+            original = self._read(bucket, source, source_conditions.check_source, None)
             found = self._find(bucket)
-            conditions.check_write(found.objects.get(target))
+            conditions.check(found.objects.get(target))
             record = self._link(found, target, bucket, original, original.fields)
             self._remove(found, original)
             return record
@@ -214,14 +215,16 @@ class ObjectStore:
     def _find(self, name: str) -> _Bucket:
         bucket = self._buckets.get(check_bucket(name))
         if bucket is None:
-            raise errors.no_such_bucket()
+            raise errors.GoogleError(404, "notFound", "The specified bucket does not exist.")
         return bucket
 
-    def _read(self, bucket: str, name: str, conditions: Preconditions, generation: int | None) -> ObjectRecord:
-        record = _live(self._find(bucket), name)
-        if generation not in {None, record.generation}:
+    def _read(
+        self, bucket: str, name: str, check: Callable[[ObjectRecord], None], generation: int | None
+    ) -> ObjectRecord:
+        record = self._find(bucket).objects.get(check_object(name))
+        if record is None or generation not in {None, record.generation}:
             raise errors.no_such_object(bucket, name)
-        conditions.check_read(record)
+        check(record)
         return record
 
     def _new_record(self, name: str, content: Content, fields: JsonObject) -> ObjectRecord:
@@ -235,13 +238,6 @@ class ObjectStore:
             content=content,
             fields=fields,
         )
-
-    def _source(self, source: tuple[str, str], conditions: Preconditions, generation: int | None) -> ObjectRecord:
-        record = _live(self._find(source[0]), source[1])
-        if generation not in {None, record.generation}:
-            raise errors.no_such_object(*source)
-        conditions.check_source(record)
-        return record
 
     def _link(
         self, bucket: _Bucket, name: str, origin: str, original: ObjectRecord, fields: JsonObject
@@ -257,14 +253,14 @@ class ObjectStore:
         if replaced is None:
             bisect.insort(bucket.names, record.name)
         bucket.objects[record.name] = record
-        if replaced is not None:
-            bucket.directory.erase_data(replaced)
+        if replaced is not None:  # who has its bytes open still reads them
+            bucket.directory.data_path(replaced).unlink()
 
     def _remove(self, bucket: _Bucket, record: ObjectRecord) -> None:
         bucket.directory.erase_record(record.name)
         del bucket.objects[record.name]
         del bucket.names[bisect.bisect_left(bucket.names, record.name)]
-        bucket.directory.erase_data(record)
+        bucket.directory.data_path(record).unlink()
 
 
 def _recover(directory: BucketDirectory, record: BucketRecord) -> _Bucket:
@@ -276,10 +272,3 @@ def _with_class(bucket: _Bucket, fields: JsonObject) -> JsonObject:
     """The fields of a new object: without a storage class of its own it has its bucket's."""
     of_bucket = storage_class_of(bucket.record)
     return fields if of_bucket == STORAGE_CLASS else {"storageClass": of_bucket, **fields}
-
-
-def _live(bucket: _Bucket, name: str) -> ObjectRecord:
-    record = bucket.objects.get(check_object(name))
-    if record is None:
-        raise errors.no_such_object(bucket.record.name, name)
-    return record

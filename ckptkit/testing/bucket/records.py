@@ -1,9 +1,12 @@
-"""The records of objects and buckets, and their JSON on disk."""
+"""The records of objects and buckets, the names that Google accepts, and the JSON on disk."""
 
 import base64
+import hashlib
+import re
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
+from urllib.parse import unquote_to_bytes
 
 from ckptkit.testing.bucket import errors
 from ckptkit.testing.bucket.content import Content
@@ -21,6 +24,8 @@ _SETTABLE: Final = (
     "storageClass",
     "metadata",
 )
+OBJECT_NAME_LIMIT_BYTES: Final = 1024
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +49,9 @@ class ObjectRecord:
         """The next metageneration with `fields`."""
         return replace(self, fields=fields, metageneration=self.metageneration + 1, updated_us=now_us())
 
-    def as_json(self) -> JsonObject:
-        """The content of the file on disk."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: JsonObject) -> "ObjectRecord":
-        """Read what `as_json` wrote."""
+        """Read the `asdict` of a record."""
         return cls(**{**value, "content": Content(**value["content"])})
 
 
@@ -123,3 +124,41 @@ def _size_bytes(text: str) -> int:
         return len(text.encode("utf-8"))
     except UnicodeError as error:
         raise errors.invalid("The metadata is not valid UTF-8.") from error
+
+
+def decode_segment(segment: str) -> str:
+    """Percent-decode one path segment; 400 when it is not UTF-8."""
+    try:
+        return unquote_to_bytes(segment).decode("utf-8")
+    except UnicodeError as error:
+        raise errors.invalid(f"Invalid percent-encoding in the request path: {segment!a}") from error
+
+
+def check_bucket(name: str) -> str:
+    """Return `name`, or raise 400 as Google does for a name that no bucket can have."""
+    if _BUCKET.fullmatch(name) is None or any(len(part) > 63 for part in name.split(".")):
+        raise errors.invalid(f"Invalid bucket name: '{ascii(name)[1:-1]}'")
+    return name
+
+
+def check_object(name: object) -> str:
+    """Return `name`, or raise 400 for one that no object can have."""
+    if not isinstance(name, str) or not name:
+        raise errors.required("name")
+    try:
+        encoded = name.encode("utf-8")
+    except UnicodeError as error:
+        raise errors.invalid("The object name is not valid UTF-8.") from error
+    if len(encoded) > OBJECT_NAME_LIMIT_BYTES:
+        raise errors.invalid(
+            f"The maximum object length is {OBJECT_NAME_LIMIT_BYTES} characters, but got a name with "
+            f"{len(encoded)} characters: '{name[:32]}...'"
+        )
+    if name in {".", ".."} or "\r" in name or "\n" in name or name.startswith(".well-known/acme-challenge/"):
+        raise errors.invalid(f"Disallowed object name: {name!a}")
+    return name
+
+
+def file_name(name: str) -> str:
+    """The hash under which a name is stored, so that no name can lead out of its directory."""
+    return hashlib.sha256(name.encode("utf-8")).hexdigest()

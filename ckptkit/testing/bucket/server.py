@@ -143,10 +143,12 @@ async def serving(
     try:
         handler = Web(store, injector, log)
         _make_buckets(store, buckets)
+        logger = logging.Logger("ckptkit.testing.bucket")  # of no tree: aiohttp logs each malformed request
+        logger.addHandler(logging.NullHandler())
         server = web.Server(
             handler.handle,
             access_log=None,
-            logger=_silent_logger(),
+            logger=logger,
             read_bufsize=_READ_BYTES,
             auto_decompress=False,
             max_line_size=_PARSER_LIMIT_BYTES,
@@ -161,9 +163,9 @@ async def serving(
             handler.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             yield handler
         finally:
-            handler.stop()
+            handler.stopped.set()
             await runner.cleanup()
-            handler.close()
+            handler.sessions.close()
     finally:
         store.close()
 
@@ -177,10 +179,3 @@ def _make_buckets(store: ObjectStore, names: Sequence[str]) -> None:
             store.create_bucket(name, {})
         except errors.GoogleError as error:
             raise ValueError(error.message) from error
-
-
-def _silent_logger() -> logging.Logger:
-    """A logger that belongs to no tree: aiohttp logs every malformed request with a traceback."""
-    logger = logging.Logger("ckptkit.testing.bucket")
-    logger.addHandler(logging.NullHandler())
-    return logger

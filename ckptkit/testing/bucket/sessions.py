@@ -26,18 +26,11 @@ class Plan:
     conditions: Preconditions
     total_bytes: int | None
 
-    def as_json(self) -> JsonObject:
-        """The content of the file on disk."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: JsonObject) -> "Plan":
-        """Read what `as_json` wrote."""
-        parts = {
-            "checksums": Checksums(**value["checksums"]),
-            "conditions": Preconditions(**value["conditions"]),
-        }
-        return cls(**{**value, **parts})
+        """Read the `asdict` of a plan."""
+        checksums, conditions = Checksums(**value["checksums"]), Preconditions(**value["conditions"])
+        return cls(**{**value, "checksums": checksums, "conditions": conditions})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +61,7 @@ class Sessions:
         self._make_room()
         spool = directory.new_spool()
         session = Session(id=spool.id, plan=plan, spool=spool)
-        directory.write_session(session.id, {"plan": plan.as_json(), "result": None})
+        directory.write_session(session.id, {"plan": asdict(plan), "result": None})
         self._sessions[session.id] = session
         return session
 
@@ -77,7 +70,9 @@ class Sessions:
         found = self._sessions.get(session)
         if found is not None and found.plan.bucket == bucket:
             return found
-        raise errors.session_gone() if session in self._ended else errors.no_such_session()
+        if session in self._ended:
+            raise errors.GoogleError(410, "gone", "The requested upload session is no longer available.")
+        raise errors.GoogleError(404, "notFound", "Upload session not found.")
 
     def finish(self, session: Session, spool: Spool, checksums: Checksums) -> ObjectRecord:
         """Commit what arrived; a refusal (400, 412) ends the session."""
@@ -128,7 +123,7 @@ class Sessions:
 
     def _write_result(self, session: Session, record: ObjectRecord) -> None:
         directory = self._store.directory(session.plan.bucket)
-        directory.write_session(session.id, {"plan": session.plan.as_json(), "result": record.as_json()})
+        directory.write_session(session.id, {"plan": asdict(session.plan), "result": asdict(record)})
 
     def _make_room(self) -> None:
         if len(self._sessions) < SESSION_LIMIT:

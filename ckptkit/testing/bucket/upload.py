@@ -8,13 +8,11 @@ from typing import Final, final
 
 from ckptkit.testing.bucket import errors
 from ckptkit.testing.bucket.call import Call, Reply, Route, json_reply, parse_json
-from ckptkit.testing.bucket.conditions import Preconditions, number
+from ckptkit.testing.bucket.conditions import ChunkRange, Preconditions, chunk_range, number
 from ckptkit.testing.bucket.content import Checksums, Spool
 from ckptkit.testing.bucket.multipart import HEAD_LIMIT_BYTES, Body, RelatedBody
-from ckptkit.testing.bucket.names import check_bucket, check_object
 from ckptkit.testing.bucket.objects import ObjectStore
-from ckptkit.testing.bucket.ranges import ChunkRange, chunk_range
-from ckptkit.testing.bucket.records import JsonObject, ObjectRecord, settable_fields
+from ckptkit.testing.bucket.records import JsonObject, ObjectRecord, check_bucket, check_object, settable_fields
 from ckptkit.testing.bucket.resources import object_resource
 from ckptkit.testing.bucket.sessions import Plan, Session, Sessions
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, final
 
@@ -26,12 +26,11 @@ from ckptkit.testing.bucket.call import (
     split_target,
 )
 from ckptkit.testing.bucket.delivery import Delivery, Interrupted, reset
-from ckptkit.testing.bucket.faults import Effect, FaultPlan, Hang, Reset, effect_name
-from ckptkit.testing.bucket.injector import Injector
-from ckptkit.testing.bucket.log import Entry, Exchange, RequestLog
+from ckptkit.testing.bucket.faults import Effect, FaultPlan, Hang, Reset
+from ckptkit.testing.bucket.injector import Injector, TokenBucket
+from ckptkit.testing.bucket.log import Exchange, RequestLog
 from ckptkit.testing.bucket.objects import ObjectStore
 from ckptkit.testing.bucket.sessions import Sessions
-from ckptkit.testing.bucket.throttle import TokenBucket
 from ckptkit.testing.bucket.upload import Opening, Uploads, read_small
 
 SMALL_BODY_LIMIT_BYTES: Final = 8 << 20  # every body but an upload's
@@ -48,22 +47,17 @@ class RequestBody:
     def __init__(self, content: StreamReader, shared: TokenBucket) -> None:
         self._content = content
         self._shared = shared
-        self._cut_bytes: int | None = None
+        self.cut_bytes: int | None = None  # `Interrupted` is raised instead of reading on after so many
         self.received_bytes = 0
-
-    def cut_after(self, size_bytes: int) -> None:
-        """Raise `Interrupted` instead of reading on after so many bytes."""
-        self._cut_bytes = size_bytes
 
     async def read(self) -> bytes:
         """The next bytes, none at the end."""
-        left = None if self._cut_bytes is None else self._cut_bytes - self.received_bytes
-        if left is not None and left <= 0:
-            raise Interrupted
-        if left is not None:
-            chunk = await self._content.read(left)
-        else:
+        if self.cut_bytes is None:
             chunk = await self._chunk()
+        elif self.cut_bytes > self.received_bytes:
+            chunk = await self._content.read(self.cut_bytes - self.received_bytes)
+        else:
+            raise Interrupted
         self.received_bytes += len(chunk)
         await self._shared.take(len(chunk))
         return chunk
@@ -96,22 +90,14 @@ class Web:
 
     def __init__(self, store: ObjectStore, injector: Injector, log: RequestLog, url: str = "") -> None:
         self._api = Api(store)
-        self._sessions = Sessions(store)
-        self._uploads = Uploads(store, self._sessions)
+        self.sessions = Sessions(store)
+        self._uploads = Uploads(store, self.sessions)
         self._batches = Batches(self._api, injector, log)
         self._injector = injector
         self._log = log
-        self._stopped = asyncio.Event()
+        self.stopped = asyncio.Event()  # releases the requests that never get an answer
         self.url = url
         self.defects: list[Exception] = []
-
-    def stop(self) -> None:
-        """Release the requests that never get an answer."""
-        self._stopped.set()
-
-    def close(self) -> None:
-        """Close the files of unfinished uploads."""
-        self._sessions.close()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Serve one request; raises only if the connection is lost."""
@@ -150,7 +136,13 @@ class Web:
     def _note(self, exchange: _Exchange) -> None:
         if not exchange.noted and exchange.route.kind is not CallKind.ADMIN:
             exchange.noted = True
-            self._log.add(_entry(exchange))
+            transport = Exchange(
+                received_bytes=exchange.body.received_bytes,
+                sent_bytes=0 if exchange.delivery is None else exchange.delivery.sent_bytes,
+                started_s=exchange.started_s,
+                elapsed_s=time.monotonic() - exchange.started_s,
+            )
+            self._log.add(exchange.route, exchange.name, exchange.status, exchange.effect, transport)
 
     async def _answer(self, request: web.BaseRequest, exchange: _Exchange) -> Reply:
         _check_head(request)
@@ -177,15 +169,7 @@ class Web:
         if route.action in _UPLOADS:
             return await self._uploads.open(call, route, body)
         content = await read_small(body, SMALL_BODY_LIMIT_BYTES)
-        call = Call(
-            method=call.method,
-            path=call.path,
-            query=call.query,
-            headers=call.headers,
-            base_url=call.base_url,
-            body=content,
-        )
-        return Opening(name=route.name, finish=partial(self._handle, call, route))
+        return Opening(name=route.name, finish=partial(self._handle, replace(call, body=content), route))
 
     async def _handle(self, call: Call, route: Route) -> Reply:
         if route.kind is CallKind.BATCH:
@@ -195,13 +179,13 @@ class Web:
         return self._api.handle(call, route)
 
     async def _undergo(self, request: web.BaseRequest, exchange: _Exchange, call: Call, opening: Opening) -> Reply:
-        ordeal = self._injector.decide(exchange.route.kind, opening.name)
-        effect = exchange.effect = ordeal.effect
-        if ordeal.delay_s:
-            await self._wait(request, ordeal.delay_s)
+        delay_s, effect = self._injector.decide(exchange.route.kind, opening.name)
+        exchange.effect = effect
+        if delay_s:
+            await self._wait(request, delay_s)
         await self._strike(request, effect, "before")
         if isinstance(effect, Reset) and effect.stage == "upload":
-            exchange.body.cut_after(effect.after_bytes)
+            exchange.body.cut_bytes = effect.after_bytes
         reply = partial_reply(call, await opening.finish())
         try:
             await self._strike(request, effect, "after")
@@ -226,7 +210,7 @@ class Web:
         while (left_s := end_s - loop.time()) > 0:
             try:
                 async with asyncio.timeout(min(left_s, _GONE_POLL_S)):
-                    await self._stopped.wait()
+                    await self.stopped.wait()
             except TimeoutError:
                 if request.transport is None or request.transport.is_closing():
                     raise Interrupted from None
@@ -258,20 +242,3 @@ def _check_head(request: web.BaseRequest) -> None:
         raise errors.by_status(414)
     if sum(len(name) + len(value) for name, value in request.raw_headers) > HEADER_LIMIT_BYTES:
         raise errors.by_status(413)
-
-
-def _entry(exchange: _Exchange) -> Entry:
-    return Entry(
-        kind=exchange.route.kind,
-        method=exchange.route.method,
-        bucket=exchange.route.bucket,
-        name=exchange.name,
-        status=exchange.status,
-        fault=None if exchange.effect is None else effect_name(exchange.effect),
-        exchange=Exchange(
-            received_bytes=exchange.body.received_bytes,
-            sent_bytes=0 if exchange.delivery is None else exchange.delivery.sent_bytes,
-            started_s=exchange.started_s,
-            elapsed_s=time.monotonic() - exchange.started_s,
-        ),
-    )

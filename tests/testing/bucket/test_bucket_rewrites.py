@@ -12,7 +12,7 @@ from bucket_http import BUCKET, Answer, Http, object_path
 
 from ckptkit.store import RemoteStore
 from ckptkit.testing.bucket import BucketServer, Kind
-from ckptkit.testing.bucket.rewrites import CALL_BYTES, TOKEN_LIFE_US
+from ckptkit.testing.bucket.api import CALL_BYTES, TOKEN_LIFE_US
 
 COLD = "cold-bucket"
 MEBIBYTE = 1 << 20
