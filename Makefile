@@ -43,8 +43,10 @@ test: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What takes minutes and is not about one module: whole benchmarks, real schedulers, the tutorial, a browser. CI runs it too.
+# Only files with such a test: to import all others takes each worker half a minute.
 test-long: setup
-	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  $$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.long' tests | sort)
 
 # Long campaigns; a short version of each is in `make test`.
 kill-phases: setup
