@@ -69,7 +69,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     end_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < end_s:
         time.sleep(0.01)

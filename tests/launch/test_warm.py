@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -334,18 +335,20 @@ def test_killed_template_harms_no_worker_and_is_replaced(tmp_path: Path) -> None
     flag = tmp_path / "go"
     job = Job([PYTHON, write(tmp_path / "s.py", code), str(flag), "{attempt}"], processes=2)
 
-    def kill() -> None:
-        assert wait_until(lambda: len(job.lines) == 2)
-        (template,) = template_pids()
-        os.kill(template, signal.SIGKILL)
-        assert wait_until(lambda: template_pids() not in ([], [template]))
-        assert len(job.lines) == 2, "the workers went on"
-        flag.touch()
+    def kill() -> int:
+        try:
+            assert wait_until(lambda: len(job.lines) == 2)
+            (template,) = template_pids()
+            os.kill(template, signal.SIGKILL)
+            assert wait_until(lambda: template_pids() not in ([], [template]))
+            return len(job.lines)
+        finally:
+            flag.touch()  # else the job never ends
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    assert job.run() == ExitCode.OK
-    killer.join()
+    with ThreadPoolExecutor(1) as pool:
+        killer = pool.submit(kill)
+        assert job.run() == ExitCode.OK
+        assert killer.result() == 2, "the workers went on"
     assert any("the template ended" in line for line in job.said)
     assert job.texts == ["up"] * 4
 
