@@ -340,21 +340,27 @@ class Chaos:
         return _past(fault) if done else None
 
     def _begin_lasting(self, job: Launcher | AttachedJob, fault: Fault) -> str | None:
-        disk, bucket = self._targets.disk, self._targets.bucket
-        if fault.kind == "fill" and disk is not None:
+        if fault.kind == "freeze":
+            if not job.signal(fault.victims[0], signal.SIGSTOP):
+                return None
+        elif fault.kind == "fill":
+            disk = self._targets.disk
+            assert disk is not None
             return f"filled {disk.directory} with {disk.begin():,} bytes for {self._lasting_s:g} s"
-        if fault.kind == "outage" and bucket is not None:
-            bucket.begin()
-        elif not job.signal(fault.victims[0], signal.SIGSTOP):
-            return None
+        else:
+            assert self._targets.bucket is not None
+            self._targets.bucket.begin()
         return f"{_past(fault)} for {self._lasting_s:g} s"
 
     def _end_lasting(self, job: Launcher | AttachedJob, fault: Fault) -> None:
-        target = {"fill": self._targets.disk, "outage": self._targets.bucket}.get(fault.kind)
-        if target is not None:
-            target.end()
-        else:
+        if fault.kind == "freeze":
             job.signal(fault.victims[0], signal.SIGCONT)
+        elif fault.kind == "fill":
+            assert self._targets.disk is not None
+            self._targets.disk.end()
+        else:
+            assert self._targets.bucket is not None
+            self._targets.bucket.end()
 
 
 def _past(fault: Fault) -> str:
