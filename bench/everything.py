@@ -36,7 +36,7 @@ ENTRIES = (
     Entry(name="commit", minutes=5),
     Entry(name="restore", minutes=5),
     Entry(name="corruption", minutes=1),
-    Entry(name="kill", minutes=2),
+    Entry(name="kill", words=("--kills", "50"), minutes=8),
     Entry(name="hosts", minutes=4),
     Entry(name="durable", minutes=8),
     Entry(name="proof", minutes=2),

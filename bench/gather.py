@@ -20,6 +20,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import jax
@@ -62,6 +63,7 @@ def measure(processes: int, *, repeats: int = 5) -> Gathering:
     told: dict[str, int] = {}
 
     def rank(values: list[Any]) -> list[str]:
+        assert len(values) == processes, f"the values of {len(values)} processes were collected"
         heard = [[Held.from_json(entry) for entry in report] for report in values]
         fast = [{held.save_id: held.refusal for held in report} for report in heard]
         ranked = rank_candidates(fast, [], lambda _: False, linked=True)
@@ -201,9 +203,8 @@ def _coordinator(processes: int) -> JaxCoordinator:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     jax.distributed.initialize(address, 1, 0)
-    coordinator = JaxCoordinator()
-    coordinator.count = processes
-    return coordinator
+    with mock.patch.object(jax, "process_count", return_value=processes):
+        return JaxCoordinator()
 
 
 @click.command()
