@@ -7,6 +7,7 @@ import json
 import os
 import select
 import sys
+from pathlib import Path
 from typing import Any
 
 from tests.mount.objects import ObjectTree
@@ -48,6 +49,12 @@ def _obey(tree: ObjectTree) -> bool:
         tree.changes, tree.changes_max, tree.listing_lag = 0, value["changes_max"], value["listing_lag"]
     elif act == "revive":
         tree.revive()
+    elif act == "put":
+        tree.put(value["name"], Path(value["source"]))
+    elif act == "delete":
+        tree.delete(value)
+    elif act == "listing":
+        answer = tree.listing(value)
     else:
         answer = tree.changes
     _say(answer)

@@ -59,6 +59,21 @@ class MountedBucket:
         """Mounts it again, in effect: it answers, and what was not an object yet is lost."""
         self._ask({"revive": None})
 
+    def put(self, name: str, source: Path) -> None:
+        """Copies a directory, without links, to `path / name` as another client of the bucket would: not through here.
+
+        Neither this nor the next two count as changes. A hundred times cheaper than the same through the kernel.
+        """
+        self._ask({"put": {"name": name, "source": str(source.absolute())}})
+
+    def delete(self, name: str) -> None:
+        """Deletes `path / name` and all in it as another client would, where it is there."""
+        self._ask({"delete": name})
+
+    def listing(self, name: str) -> dict[str, str]:
+        """What another client sees below `path / name`: a SHA-256 for each file, "directory" for each directory."""
+        return self._ask({"listing": name})
+
     def close(self) -> None:
         """Unmounts, and ends the process."""
         ctypes.CDLL(None).umount2(os.fsencode(self.path), _DETACH)

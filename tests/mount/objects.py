@@ -7,13 +7,15 @@ rename copies and deletes; a renamed directory does that object by object. Hard 
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import os
 import stat
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import final
 
 from tests.mount import protocol
@@ -39,6 +41,15 @@ class Node:
         """What `stat` shows."""
         mode = stat.S_IFREG | 0o644 if self.names is None else stat.S_IFDIR | 0o755
         return Attributes(self.number, mode, len(self.shown), self.changed_s)
+
+
+def _below(names: dict[str, Node], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, node in names.items():
+        if node.names is None:
+            yield prefix + name, hashlib.sha256(node.shown).hexdigest()
+        else:
+            yield prefix + name, "directory"
+            yield from _below(node.names, f"{prefix}{name}/")
 
 
 @final
@@ -98,6 +109,38 @@ class ObjectTree:
         """The mount after its program, and the host, have died: files that were not yet objects are lost."""
         self.changes, self.changes_max = 0, None
         self._drop_unsynced(self._root)
+
+    def put(self, name: str, source: Path) -> None:
+        """A copy of a directory as a new one at the top, not through the mount: another client of the bucket."""
+        top = self._root.names
+        assert top is not None
+        top[name] = self._copied(source)
+
+    def _copied(self, source: Path) -> Node:
+        node = Node(next(self._numbers))
+        if source.is_dir():
+            node.names = {each.name: self._copied(each) for each in source.iterdir()}
+        else:
+            node.content = source.read_bytes()
+        self._nodes[node.number] = node
+        return node
+
+    def delete(self, name: str) -> None:
+        """Deletes a directory at the top with all in it, or nothing, not through the mount."""
+        assert self._root.names is not None
+        if (node := self._root.names.pop(name, None)) is not None:
+            self._forget(node)
+
+    def _forget(self, node: Node) -> None:
+        del self._nodes[node.number]
+        for each in (node.names or {}).values():
+            self._forget(each)
+
+    def listing(self, name: str) -> dict[str, str]:
+        """Each file below a directory at the top by its SHA-256 and each directory as "directory", by relative path."""
+        assert self._root.names is not None
+        top = self._root.names.get(name)
+        return dict(_below(top.names or {}, "")) if top is not None else {}
 
     def _drop_unsynced(self, node: Node) -> None:
         for name, each in list((node.names or {}).items()):

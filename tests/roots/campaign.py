@@ -12,7 +12,7 @@ from typing import Final, final
 
 from tests.mount import MountedBucket
 from tests.roots.commands import ACTIONS
-from tests.roots.media import Disk, Medium, bucket
+from tests.roots.media import Disk, Medium, Mount, bucket
 from tests.roots.oracle import Failure
 from tests.roots.running import Cell, Main, Zoo
 from tests.roots.tree import StrangeRoot
@@ -76,7 +76,7 @@ class Campaign:
                 medium = self._open.enter_context(bucket(home / "bucket"))
             elif cell.medium == "mount":
                 mounted = self._open.enter_context(MountedBucket(home / "mounted"))
-                medium = Disk(mounted.path, "mount")
+                medium = Mount(mounted)
             self._zoos[cell.medium] = Zoo(home, medium, self._main, self._roots)
         return self._zoos[cell.medium].run(cell.root, cell.action)
 

@@ -8,12 +8,13 @@ import os
 import shutil
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from ckptkit.testing.bucket import BucketServer
+from tests.mount import MountedBucket
 
 Listing = Mapping[str, str]  # path below a place -> what is there: a digest, or the text of a link, or "directory"
 _BUCKET: Final = "roots"
@@ -52,18 +53,18 @@ class LinkedCopies:
         at = os.lstat(source)
         known = self._copies.setdefault((at.st_dev, at.st_ino), target) if at.st_nlink > 1 else target
         if known != target:
-            with suppress(OSError):  # a mounted bucket has no hard links
-                os.link(known, target)
-                return
+            os.link(known, target)
+            return
         shutil.copy2(source, target, follow_symlinks=False)
 
 
 @final
 class Disk:
-    """Trees as directories below `home`, on a disk or on a mounted bucket."""
+    """Trees as directories below `home`."""
 
-    def __init__(self, home: Path, name: str = "disk"):
-        self.name = name
+    name = "disk"
+
+    def __init__(self, home: Path):
         self._home = home
         self._count = 0
 
@@ -91,11 +92,43 @@ def _on_disk(place: bytes) -> Iterator[tuple[str, str]]:
             if os.path.islink(path):
                 yield below, f"link to {os.fsdecode(os.readlink(path))}"
             elif os.path.isdir(path):
-                if "_ckptkit" not in below.split("/"):  # which directories ckptkit keeps for itself is its own affair
+                if not _is_own_directory(below):
                     yield below, "directory"
             else:
                 with open(path, "rb") as file:
                     yield below, hashlib.sha256(file.read()).hexdigest()
+
+
+def _is_own_directory(below: str) -> bool:
+    """Which directories ckptkit keeps for itself is its own affair."""
+    return "_ckptkit" in below.split("/")
+
+
+@final
+class Mount:
+    """Trees as directories at the top of a mounted bucket, put there and looked at by another client of the bucket."""
+
+    name = "mount"
+
+    def __init__(self, mounted: MountedBucket):
+        self._mounted = mounted
+        self._count = 0
+
+    def place(self, source: Path) -> str:
+        """Copies a tree and returns the path of the copy."""
+        self._count += 1
+        name = f"place-{self._count}"
+        self._mounted.put(name, source)
+        return str(self._mounted.path / name)
+
+    def listing(self, place: str) -> Listing:
+        """Every file by its digest, every directory."""
+        found = self._mounted.listing(Path(place).name)
+        return {below: what for below, what in found.items() if what != "directory" or not _is_own_directory(below)}
+
+    def remove(self, place: str) -> None:
+        """Deletes a place."""
+        self._mounted.delete(Path(place).name)
 
 
 @final
