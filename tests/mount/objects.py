@@ -126,15 +126,12 @@ class ObjectTree:
         return node
 
     def delete(self, name: str) -> None:
-        """Deletes a directory at the top with all in it, or nothing, not through the mount."""
-        assert self._root.names is not None
-        if (node := self._root.names.pop(name, None)) is not None:
-            self._forget(node)
+        """Deletes a directory at the top with all in it, or nothing, not through the mount.
 
-    def _forget(self, node: Node) -> None:
-        del self._nodes[node.number]
-        for each in (node.names or {}).values():
-            self._forget(each)
+        Its nodes stay, as those of a deleted file do: the kernel may still ask for one that it knows.
+        """
+        assert self._root.names is not None
+        self._root.names.pop(name, None)
 
     def listing(self, name: str) -> dict[str, str]:
         """Each file below a directory at the top by its SHA-256 and each directory as "directory", by relative path."""
