@@ -1,4 +1,4 @@
-"""Serves a mounted bucket: `python -m tests.mount PATH TYPE`, with commands as lines of JSON on stdin."""
+"""Serves a mounted bucket: `python -m tests.mount PATH TYPE CACHED_S`, with commands as lines of JSON on stdin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.mount.protocol import REQUEST_BYTES_MAX, UNANSWERED, Request
 _NO_SUID, _NO_DEV = 2, 4  # MS_NOSUID, MS_NODEV
 
 
-def _serve(path: str, type_name: str) -> None:
+def _serve(path: str, type_name: str, cached_s: int) -> None:
     fuse = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={fuse},rootmode=40000,user_id=0,group_id=0".encode()
     if ctypes.CDLL(None, use_errno=True).mount(
@@ -25,12 +25,12 @@ def _serve(path: str, type_name: str) -> None:
         _say(os.strerror(ctypes.get_errno()))
         return
     _say(None)
-    tree = ObjectTree()
+    tree, buffer = ObjectTree(cached_s), bytearray(REQUEST_BYTES_MAX)  # one: a new one for each request costs more
     while True:
         readable, _, _ = select.select([fuse, sys.stdin.fileno()], [], [])
         if fuse in readable:
             try:
-                request = Request.of(os.read(fuse, REQUEST_BYTES_MAX))
+                request = Request.of(bytes(memoryview(buffer)[: os.readv(fuse, [buffer])]))
             except OSError:  # unmounted
                 return
             if request.opcode not in UNANSWERED:
@@ -67,4 +67,4 @@ def _say(value: Any) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], sys.argv[2])
+    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -30,16 +30,17 @@ def why_not() -> str | None:
 
 @final
 class MountedBucket:
-    """A bucket at `path`, which is made, until `close`. The kernel lists it as `type` (`fuse.gcsfuse`).
+    """A bucket at `path`, which is made, until `close`. The kernel lists it as `type` (`fuse.gcsfuse`), and remembers
+    names and attributes for `cached_s` seconds: most calls then ask nobody, but one after the mount's death may work.
 
     Served by another process: a call of this one that holds the interpreter's lock waits for nobody here. Raises
     OSError where the kernel refuses the mount.
     """
 
-    def __init__(self, path: Path, type: str = "fuse.gcsfuse"):
+    def __init__(self, path: Path, type: str = "fuse.gcsfuse", *, cached_s: int = 0):
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
-        command = [sys.executable, "-m", "tests.mount", str(path.absolute()), type]
+        command = [sys.executable, "-m", "tests.mount", str(path.absolute()), type, str(cached_s)]
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_CHECKOUT
         )

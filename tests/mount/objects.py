@@ -57,10 +57,12 @@ class ObjectTree:
     """The requests of the kernel, acted on. `changes` counts requests that change the bucket.
 
     After `changes_max` of them the mount is dead: every call fails with EIO, until `revive`, which also loses what was
-    not an object yet. A listing shows a new name `listing_lag` changes late, a look at the name at once.
+    not an object yet. A listing shows a new name `listing_lag` changes late, a look at the name at once. The kernel
+    may remember a name and its attributes for `cached_s` seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cached_s: int = 0) -> None:
+        self._cached_s = cached_s
         self._numbers = itertools.count(2)
         self._root = Node(1, names={})
         self._nodes = {1: self._root}
@@ -70,7 +72,7 @@ class ObjectTree:
         self.listing_lag = 0
         self.acts: dict[int, Callable[[Request], bytes]] = {
             1: self._lookup,
-            3: lambda request: protocol.attributes_answer(self._nodes[request.node].attributes()),
+            3: lambda request: self._attributes(self._nodes[request.node]),
             4: self._set_attributes,
             9: self._make_directory,
             10: self._unlink,
@@ -170,17 +172,23 @@ class ObjectTree:
         self._directory(parent)[name] = node
         self._nodes[node.number] = node
         self._born[node.number] = self.changes
-        return protocol.entry_answer(node.attributes())
+        return self._entry(node)
+
+    def _entry(self, node: Node) -> bytes:
+        return protocol.entry_answer(node.attributes(), self._cached_s)
+
+    def _attributes(self, node: Node) -> bytes:
+        return protocol.attributes_answer(node.attributes(), self._cached_s)
 
     def _lookup(self, request: Request) -> bytes:
-        return protocol.entry_answer(self._found(request.node, protocol.names_in(request.body)[0]).attributes())
+        return self._entry(self._found(request.node, protocol.names_in(request.body)[0]))
 
     def _set_attributes(self, request: Request) -> bytes:
         node, size = self._nodes[request.node], protocol.new_size(request.body)
         if size is not None:
             buffer = self._buffer(node)
             buffer[:] = buffer[:size] + bytes(max(0, size - len(buffer)))
-        return protocol.attributes_answer(node.attributes())
+        return self._attributes(node)
 
     def _make_directory(self, request: Request) -> bytes:
         self._change()

@@ -66,14 +66,14 @@ def attributes(of: Attributes) -> bytes:
     )
 
 
-def attributes_answer(of: Attributes) -> bytes:
-    """`fuse_attr_out`: valid for no time, so that the kernel asks again."""
-    return struct.pack("<QII", 0, 0, 0) + attributes(of)
+def attributes_answer(of: Attributes, valid_s: int) -> bytes:
+    """`fuse_attr_out`: the kernel asks again after `valid_s` seconds."""
+    return struct.pack("<QII", valid_s, 0, 0) + attributes(of)
 
 
-def entry_answer(of: Attributes) -> bytes:
-    """`fuse_entry_out`."""
-    return struct.pack("<QQQQII", of.node, 0, 0, 0, 0, 0) + attributes(of)
+def entry_answer(of: Attributes, valid_s: int) -> bytes:
+    """`fuse_entry_out`: the kernel asks again after `valid_s` seconds."""
+    return struct.pack("<QQQQII", of.node, 0, valid_s, valid_s, 0, 0) + attributes(of)
 
 
 def opened_answer(handle: int) -> bytes:

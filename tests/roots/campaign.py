@@ -75,7 +75,8 @@ class Campaign:
             if cell.medium == "bucket":
                 medium = self._open.enter_context(bucket(home / "bucket"))
             elif cell.medium == "mount":
-                mounted = self._open.enter_context(MountedBucket(home / "mounted"))
+                mounted = MountedBucket(home / "mounted", cached_s=60)  # as long as GCSFuse lets the kernel
+                self._open.enter_context(mounted)
                 medium = Mount(mounted)
             self._zoos[cell.medium] = Zoo(home, medium, self._main, self._roots)
         return self._zoos[cell.medium].run(cell.root, cell.action)
