@@ -39,7 +39,7 @@ MEASURED = {
 
 
 @pytest.fixture(
-    scope="module", params=["restore", *(pytest.param(name, marks=pytest.mark.long) for name in ("commit", "stall"))]
+    scope="module", params=[pytest.param(name, marks=pytest.mark.long) for name in ("restore", "commit", "stall")]
 )
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The JSON of one tiny run, made the way a person makes it."""

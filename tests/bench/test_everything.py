@@ -62,6 +62,7 @@ def test_skipped_and_failed_benchmarks_are_reported(tmp_path: Path, monkeypatch:
     assert "simulator: left out: 5.0 minutes are left, it takes 12" in done.output
 
 
+@pytest.mark.long
 def test_policy_benchmark_writes_its_report(tmp_path: Path) -> None:
     """The glue: a process of its own, its JSON where the report finds it."""
     done = CliRunner().invoke(everything.main, ["--small", "--only", "policy", "--into", str(tmp_path)])

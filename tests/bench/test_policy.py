@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from click.testing import CliRunner
 
 from bench import policy
@@ -30,6 +31,7 @@ def test_exponential_failures_are_judged_as_theory_predicts() -> None:
     assert law.ratio < 1.0
 
 
+@pytest.mark.long
 def test_policy_beats_best_fixed_interval_on_clustered_failures() -> None:
     """The claim that growing intervals are for: without it they would be decoration."""
     exponential, clustered = (policy.judge(policy.made_up()[i], 0.01, policy.Size(runs=30)) for i in (0, 2))

@@ -79,6 +79,7 @@ def test_fit_recovers_costs_from_logs() -> None:
     assert found.resume_s == pytest.approx(TRUE.resume_s, abs=1e-3)
 
 
+@pytest.mark.long
 def test_prediction_is_close_and_a_wrong_one_is_detected(tmp_path: Path) -> None:
     """If it failed, either every prediction would pass, or none that is right."""
     recorded = [(plan, played(plan)) for plan in PLANS]

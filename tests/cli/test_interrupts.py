@@ -139,6 +139,7 @@ def test_commands_in_other_threads_leave_signals_alone() -> None:
     assert (failed, signal.getsignal(signal.SIGINT)) == ([], before)
 
 
+@pytest.mark.long
 def test_twenty_interrupts_at_random_times(tmp_path: Path) -> None:
     """Ctrl-C would be lost now and then, or leave something that no message names."""
     tree = {f"w{at}": np.full(1 << 14, at, np.float32) for at in range(16)}

@@ -219,6 +219,7 @@ def test_resume_is_refused_if_a_source_changed(ckpt: Run, tmp_path: Path, ended_
     assert read(tmp_path / "dst")["b"].tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.long
 def test_merge_memory_is_bounded(tmp_path: Path) -> None:
     """A laptop could not merge what is larger than its memory."""
     rows, dtype = 4_000, ml_dtypes.bfloat16  # 64 MB

@@ -61,6 +61,7 @@ def test_step_in_several_pieces_is_identical(
         assert_same(stock.restore(1, args=ocp.args.StandardRestore(abstract(state))), state)  # pyright: ignore[reportCallIssue]
 
 
+@pytest.mark.long
 def test_memory_for_small_cells_is_a_sixth_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of small leaves would be in memory twice, in addition to its snapshot."""
     held: list[int] = []

@@ -191,7 +191,9 @@ def dying(bucket: MountedBucket, changes_max: int, lag: int = 0) -> Iterator[Att
     bucket.set()
 
 
-@pytest.mark.parametrize("lag", [0, 2], ids=["listed at once", "listed late"])
+@pytest.mark.parametrize(
+    "lag", [pytest.param(0, id="listed at once", marks=pytest.mark.long), pytest.param(2, id="listed late")]
+)
 def test_crash_after_any_change_leaves_the_whole_step_or_none(mounted_bucket: MountedBucket, lag: int) -> None:
     """Readers would restore a part of a step. Enumerated: the mount dies after every change that a save makes, and
     loses what was not an object yet; then the next run reads, cleans up and saves the same number."""

@@ -102,6 +102,7 @@ def test_crash_on_a_disk_keeps_every_promised_step(tmp_path: Path) -> None:
     assert judge.restored >= 2, judge.states
 
 
+@pytest.mark.long
 def test_crash_in_a_bucket_keeps_every_promised_step(server: BucketServer) -> None:
     """A step whose objects are not all copied yet would count as committed, or a deletion take a copy along."""
     history = History()

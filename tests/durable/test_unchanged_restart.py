@@ -41,7 +41,7 @@ def _assert_restored(root: str, step: int) -> None:
         assert_same(reader.restore(step, args=args), _state(step))
 
 
-@pytest.mark.parametrize("attempts", [[[0, 1], [2]], [[0], [1], [2]]])
+@pytest.mark.parametrize("attempts", [[[0, 1], [2]], pytest.param([[0], [1], [2]], marks=pytest.mark.long)])
 def test_one_save_of_a_new_process_writes_what_changed(tmp_path: Path, attempts: list[list[int]]) -> None:
     """A preemptible job that saves once or twice in each attempt would write its frozen base with every step."""
     root = tmp_path / "root"

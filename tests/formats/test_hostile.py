@@ -212,6 +212,7 @@ print(list(map(int, codes)))
 """
 
 
+@pytest.mark.long
 def test_reader_memory_is_bounded(tmp_path: Path) -> None:
     """A small file would fill the memory of whoever looks at it: 1 GiB more is all that each may take."""
     paths = []

@@ -55,6 +55,7 @@ def test_account_agrees_with_one_made_by_hand(root: Path) -> None:
         assert ours.parts_s[part] == pytest.approx(hand.parts_s[part], abs=0.02 * hand.wall_s), part
 
 
+@pytest.mark.long
 def test_loop_that_runs_ahead_of_its_steps_is_accounted_for(root: Path) -> None:
     """Breaks when the time in which a save waits for a dispatched step is called the save's."""
     taken = run_killed_at(root)

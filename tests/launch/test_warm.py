@@ -278,7 +278,9 @@ UNSAFE = {
 }
 
 
-@pytest.mark.parametrize("kind", UNSAFE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind == "backend" else kind for kind in UNSAFE]
+)
 def test_process_that_is_not_safe_to_fork_is_not_forked(kind: str, tmp_path: Path) -> None:
     """Workers would share a lock, a connection, a file's position or a device, and hang or write over another."""
     code, reason = UNSAFE[kind]
@@ -376,6 +378,7 @@ def held() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), children
 
 
+@pytest.mark.long
 def test_hundred_restarts_leave_nothing_behind(tmp_path: Path) -> None:
     """A job that restarts for weeks would run out of files, of processes or of memory in /dev/shm."""
     code = (

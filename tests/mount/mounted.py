@@ -72,7 +72,7 @@ class MountedBucket:
         self._ask({"delete": name})
 
     def listing(self, name: str) -> dict[str, str]:
-        """What another client sees below `path / name`: a SHA-256 for each file, "directory" for each directory."""
+        """The content of `path / name` for another client: a SHA-256 for each file, "directory" for each directory."""
         return self._ask({"listing": name})
 
     def close(self) -> None:

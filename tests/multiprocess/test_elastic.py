@@ -1,6 +1,7 @@
 """A run that is preempted and goes on, on other processes or another mesh: the same data, and the same bits.
 
-Default: two processes to one, and to another mesh, from one launched job. The whole matrix: `make elastic-campaign`.
+`make test-long`: two processes to one, and to another mesh, from one launched job.
+The whole matrix: `make elastic-campaign`.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def reference(root: Path, corpus: Path) -> Run:
     return run
 
 
+@pytest.mark.long
 def test_shares_of_a_lost_host_are_read_from_its_peer(preempted: Run) -> None:
     """A fully sharded trainer that loses one host would read the bucket."""
     restored = preempted.events(Kind.RESTORED)
@@ -123,6 +125,7 @@ def test_preempted_job_of_two_processes_resumes_as_one(root: Path, preempted: Ru
     assert load_proof(run.proofs[-1]).boxes == load_proof(reference.proofs[-1]).boxes
 
 
+@pytest.mark.long
 def test_lost_job_reads_the_bucket_once_and_resumes_on_new_mesh(root: Path, preempted: Run, reference: Run) -> None:
     """One that loses all of its hosts would read the bucket as often as it has replicas; one that comes back on another
     mesh skip records or read them twice."""

@@ -1,6 +1,6 @@
 """Two processes of the trainer, one killed at each phase boundary of a save, its tiers wiped: the resume is exact.
 
-Default: two phases, and the run that lists the phases. All of them: `make kill-phases`.
+Default: one phase, and the run that lists the phases; `make test-long` has another. All of them: `make kill-phases`.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def test_the_list_of_phases_is_complete(undisturbed: Path) -> None:
     assert crossed == set(PHASES)
 
 
+@pytest.mark.long
 def test_saving_does_not_change_training(reference: Path, undisturbed: Path) -> None:
     """A snapshot that touched the state would change the training."""
     verdict = compare(reference / "proof" / "0", undisturbed / "proof" / "0")
@@ -157,7 +158,7 @@ def merged_proof(directory: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("tier", "phase", "process", "wipe"),
-    [("ram", "committed_here", 0, "ramdisk"), ("durable", "written", 1, "host")],
+    [pytest.param("ram", "committed_here", 0, "ramdisk", marks=pytest.mark.long), ("durable", "written", 1, "host")],
 )
 def test_a_kill_at_a_phase_of_a_save_loses_nothing_committed(
     job: Job, reference: Path, tier: str, phase: str, process: int, wipe: str

@@ -23,6 +23,7 @@ def check(root: Path, *, processes: int, moments: int, kills: int, timeout_s: fl
     assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout[-6000:]}"
 
 
+@pytest.mark.long
 def test_signals_at_random_moments_of_one_process(tmp_path: Path) -> None:
     """Ctrl-C, a preemption or the kernel would leave a process that hangs, or one that never saves again."""
     check(tmp_path, processes=1, moments=12, kills=2, timeout_s=150)

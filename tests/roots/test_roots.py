@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedRuns:
     return SavedRuns(tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
 def test_no_command_destroys_or_misjudges_a_root(campaign: Campaign, part: int) -> None:
     """A command could destroy a user's files, call a good step damaged, or a damaged one good."""
     tally = Tally()

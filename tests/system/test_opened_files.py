@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.strace import needs_strace
 
 JOB = """
@@ -26,6 +28,7 @@ with ckptkit.CheckpointManager(f"{root}/durable", tiers=tiers, host_id=host) as 
 """
 
 
+@pytest.mark.long
 @needs_strace
 def test_no_system_call_opens_another_hosts_directory(tmp_path: Path) -> None:
     """On hosts that share a mount, one would take another's slots for its own; Python's audit sees not every open."""

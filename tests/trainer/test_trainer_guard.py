@@ -91,6 +91,7 @@ def guarded(root: Path) -> tuple[LoopState, list]:
     return train(config_of(root, "guarded"), events), heard
 
 
+@pytest.mark.long
 def test_guarded_run_ends_like_a_clean_one(root: Path, guarded: tuple[LoopState, list]) -> None:
     """The guard would do no good, or harm."""
     end, heard = guarded

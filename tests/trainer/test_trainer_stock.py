@@ -17,6 +17,7 @@ def over(manager: ManagerName, config: RunConfig) -> RunConfig:
     return replace(config, checkpoint=replace(config.checkpoint, manager=manager))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("orbax_may_fail")
 def test_stock_orbax_runs_resume_bit_exact_and_flips_are_seen(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=1 --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
 
 import jax
 import jax.numpy as jnp

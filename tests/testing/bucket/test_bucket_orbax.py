@@ -58,7 +58,7 @@ def run_job(server: BucketServer, *, processes: int, steps: int, waits: str = "s
             process.communicate()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_orbax_saves_and_restores(server: BucketServer, processes: int) -> None:
     run_job(server, processes=processes, steps=3)
     names = Http(server.url).names()
