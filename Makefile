@@ -72,7 +72,7 @@ corruption-campaign: setup
 crashpoints: setup
 	$(BIN)/python -m bench crashpoints --full
 
-# Every command over every root of tests/roots, on a disk and in a bucket.
+# Every command over every root of tests/roots, on a disk, in a bucket and on a mounted bucket.
 zoo: setup
 	$(BIN)/python -m tests.roots --full
 

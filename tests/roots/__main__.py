@@ -31,7 +31,6 @@ from tests.roots.commands import ACTIONS
 CELL_S_MAX = 120.0  # slower is hanging: the slowest cell takes 3 s
 _MEMORY_BYTES = 16 << 30  # of addresses, of which libraries map more than they touch
 _BATCH = 400  # cells of one worker: what it has built is of use for the next
-_MOUNTED_ROOTS = 12  # without --full: a cell on the mount takes three times as long
 
 
 @click.command(context_settings={"max_content_width": 120})
@@ -41,7 +40,7 @@ _MOUNTED_ROOTS = 12  # without --full: a cell on the mount takes three times as 
     "media",
     type=click.Choice(MEDIA),
     multiple=True,
-    help="[default: all; with --full or --root disk and bucket]",
+    help="[default: all]",
 )
 @click.option("--root", "roots", multiple=True, metavar="NAME", help="Only this root; repeatable, and implies --full.")
 @click.option("--action", "actions", multiple=True, metavar="NAME", help="Only this command; repeatable, as --root.")
@@ -69,22 +68,21 @@ def main(
     for name in (*roots, *actions):
         if name not in ROOTS and name not in ACTIONS:
             raise click.UsageError(f"{name!r} is neither a root nor a command; --list names both")
-    chosen = {name: ROOTS[name] for name in roots or ROOTS}
+    chosen, places = {name: ROOTS[name] for name in roots or ROOTS}, _possible(media or MEDIA)
     if full or roots or actions:
-        cells = all_cells(chosen, media or ("disk", "bucket"), actions or ACTIONS)
+        cells = all_cells(chosen, places, actions or ACTIONS)
     else:
-        cells = _chosen(media or MEDIA, seed)
+        cells = [cell for medium in places for cell in chosen_cells(ROOTS, medium, seed)]
     tally = campaign(cells, workers)
     click.echo(tally.line())
     raise SystemExit(1 if tally.failures else 0)
 
 
-def _chosen(media: Sequence[str], seed: int) -> list[Cell]:
-    if "mount" in media and (reason := why_not()) is not None:
-        click.echo(f"nothing runs on a mounted bucket: {reason}", err=True)
-        media = [medium for medium in media if medium != "mount"]
-    counts = {"mount": _MOUNTED_ROOTS}
-    return [cell for medium in media for cell in chosen_cells(ROOTS, medium, seed, counts.get(medium, 0))]
+def _possible(media: Sequence[str]) -> Sequence[str]:
+    if "mount" not in media or (reason := why_not()) is None:
+        return media
+    click.echo(f"nothing runs on a mounted bucket: {reason}", err=True)
+    return [medium for medium in media if medium != "mount"]
 
 
 def repeat(cell: Cell) -> str:
