@@ -77,6 +77,7 @@ def campaign(home: Path, full: bool, seed: int) -> dict[str, Any]:
     """Every point (or a few of each kind) of one run per method; rows are `tier operation`."""
     from bench.crash_job import committed_by_marks
     from bench.crash_judge import Judge
+    from bench.crash_pair_judge import checked, controls_found, record_pair
 
     rows: dict[str, Counter[str]] = {}
     violations: list[dict[str, Any]] = []
@@ -88,7 +89,7 @@ def campaign(home: Path, full: bool, seed: int) -> dict[str, Any]:
         control += len(without_syncs(root, trace)) if method == METHODS[0] else 0
         chance = random.Random(seed)
         labels = {number: label for number, label in points(trace, method) if label.startswith(_JUDGED[method])}
-        chosen = list(labels) if full else _few(labels, SHORT_POINTS[method], chance)
+        chosen = list(labels) if full else few(labels, SHORT_POINTS[method], chance)
         with committed_by_marks(method == MARKED):
             for done, number in enumerate(chosen):
                 row = rows.setdefault(labels[number], Counter())
@@ -106,10 +107,20 @@ def campaign(home: Path, full: bool, seed: int) -> dict[str, Any]:
     for name, after, wrong, restarts in bucket_points(home / "bucket", full, random.Random(seed)):
         rows.setdefault(name, Counter()).update(points=1, states=1, restarts=restarts, violations=len(wrong))
         violations += [{"after": after, "state": "", "violation": each} for each in wrong]
+    trace = record_pair(home / "pair" / "run")
+    for name, number, found, restarts in checked(trace, home / "pair" / "at", full=full, chance=random.Random(seed)):
+        wrong_in = [(str(state), each) for state, every in found for each in every]
+        rows.setdefault(name, Counter()).update(
+            points=1, states=len(found), restarts=restarts, violations=len(wrong_in)
+        )
+        after = f"pair: {number} {trace.operations[number].call} {trace.operations[number].path}"
+        violations += [{"after": after, "state": state, "violation": each} for state, each in wrong_in]
+        _say("pair", number + 1, len(trace.operations))
     return {
         "rows": {name: dict(row) for name, row in sorted(rows.items())},
         "violations": violations,
         "control": control,
+        "pair_controls": controls_found(trace, home / "pair" / "at"),
     }
 
 
@@ -156,14 +167,14 @@ def bucket_points(home: Path, full: bool, chance: random.Random) -> Iterator[tup
         judge = BucketJudge(home, history)
         scenes = {number: scene_at(history.notes, number) for number in range(len(history.states))}
         labels = {n: label(history.states[n][0], scene) for n, scene in scenes.items() if scene != "damage"}
-        chosen = list(labels) if full else _few(labels, 1, chance)
+        chosen = list(labels) if full else few(labels, 1, chance)
         for done, number in enumerate(chosen):
             wrong, asked = judge.check(number, repairs=scenes[number] == "repair")
             yield labels[number], f"request {number}: {history.states[number][0]}", wrong, asked
             _say("bucket", done + 1, len(chosen))
 
 
-def _few(labels: Mapping[int, str], count: int, chance: random.Random) -> list[int]:
+def few(labels: Mapping[int, str], count: int, chance: random.Random) -> list[int]:
     """So many of each kind: the last, and some before it."""
     by_label: dict[str, list[int]] = {}
     for number, label in labels.items():
@@ -203,9 +214,15 @@ def _say(what: str, done: int, count: int) -> None:
         print(f"{what}: {done} of {count} points", file=sys.stderr)
 
 
+def _outcomes(result: dict[str, Any]) -> str:
+    controls = result.get("pair_controls", {}).items()
+    return ", ".join(f"{name} ({'found' if found else 'NOT FOUND'})" for name, found in controls)
+
+
 def held(result: dict[str, Any]) -> bool:
     """Whether nothing was violated, by a campaign that can find violations."""
-    return not result["violations"] and result["control"] > 0
+    found = result["control"] > 0 and all(result.get("pair_controls", {}).values())
+    return not result["violations"] and found
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -230,7 +247,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         "may leave: the last write torn, on the disk tier any of what was not synced missing.\n"
         "restarts: new managers that were asked, once for each different tree. violation: a committed step lost, other "
         "bits, or a commit that names what is not there.\n"
-        f"control: without the syncs of the disk tier {result['control']} violations are found, and some have to be."
+        f"control: without the syncs of the disk tier {result['control']} violations are found, and some have to be.\n"
+        f"pair: a job of two processes. Rules that it broke, each of which has to be found: {_outcomes(result)}."
     )
     for each in result["violations"][:20]:
         console.print(f"violation after {each['after']}: {each['violation']}\n  {each['state']}", markup=False)

@@ -16,7 +16,7 @@ from bench.crashpoints import IN_WORKER, held
 from tests.strace import needs_strace
 
 ROOT = Path(__file__).parent.parent.parent
-TIERS = ("ram", "ssd", "durable", "mount", "bucket")
+TIERS = ("ram", "ssd", "durable", "mount", "bucket", "pair")
 
 
 @pytest.mark.long
@@ -33,10 +33,13 @@ def test_short_crashpoint_campaign_passes(tmp_path: Path) -> None:
     result = json.loads(out.read_text())
     assert result["violations"] == []
     assert result["control"] > 0, "a campaign that finds nothing without any sync tests nothing"
-    kinds = {tuple(row.split(" ")) for row in result["rows"]}
+    assert len(result["pair_controls"]) == 4
+    kinds = {tuple(row.split(" ", 1)) for row in result["rows"]}
     assert {tier for tier, _ in kinds} == set(TIERS)
     assert {what for _, what in kinds} >= {"start", "save", "flush", "prune", "delete", "rollback", "repair"}
-    assert all(row["restarts"] >= row["points"] for row in result["rows"].values())
+    assert {what for tier, what in kinds if tier == "pair"} == {"start", "parts", "commit", "other record"}
+    for name, row in result["rows"].items():  # of a pair each tree is asked once, and many points leave the same one
+        assert row["restarts"] >= (1 if name.startswith("pair ") else row["points"]), name
 
 
 def test_violation_fails_the_campaign() -> None:
@@ -44,6 +47,8 @@ def test_violation_fails_the_campaign() -> None:
     assert held({"violations": [], "control": 1})
     assert not held({"violations": [{}], "control": 1})
     assert not held({"violations": [], "control": 0})
+    assert held({"violations": [], "control": 1, "pair_controls": {"late": True}})
+    assert not held({"violations": [], "control": 1, "pair_controls": {"late": True, "deleted": False}})
 
 
 def said(*records: dict[str, Any]) -> list[str]:
