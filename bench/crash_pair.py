@@ -2,13 +2,15 @@
 
     python -m bench.crash_pair HOME
 
-starts the job and waits for it, so that one recording has the operations of both processes in their order. Each scene
-saves below HOME/<scene>. The scene `right` is the code as it is; in the others one rule of the commit is broken, and
-the enumeration has to find that. Process 0 notes each step once it is committed.
+starts the job and waits for it, so that one recording has the operations of both processes in their order. HOME is a
+directory, or in a bucket. Each scene saves below HOME/<scene>. The scene `right` is the code as it is; in the others
+one rule of the commit is broken, and the enumeration has to find that. Process 0 notes each step once it is committed:
+in a bucket by an object, which all later states have.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,9 +33,11 @@ from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, 
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
 from ckptkit.store import open_store
+from ckptkit.store.backends import properties_of
 from ckptkit.testing.crash import Notes
 
 PROCESSES = 2
+NOTES = "notes"  # in a bucket
 RIGHT = "right"
 OTHER_RECORD = "other-record"
 STEPS = {
@@ -55,7 +59,7 @@ def make_values(step: int) -> dict[str, np.ndarray]:
     }
 
 
-def open_manager(root: Path | str, log: ckptkit.EventLog | None = None) -> ckptkit.CheckpointManager:
+def open_manager(root: str, log: ckptkit.EventLog | None = None) -> ckptkit.CheckpointManager:
     """A manager whose only tier is the durable one."""
     return ckptkit.CheckpointManager(
         root,
@@ -73,10 +77,10 @@ def save_args(state: Mapping[str, Any]) -> Any:
 
 def main() -> None:
     """Runs the job below the directory that is given."""
-    home, output = Path(sys.argv[1]).resolve(), list[str]()
+    home, output = sys.argv[1], list[str]()
     launcher = Launcher(
         Workers(
-            [sys.executable, "-m", "bench.crash_pair", str(home), "{process}", "{coordinator}"],
+            [sys.executable, "-m", "bench.crash_pair", home, "{process}", "{coordinator}"],
             processes=PROCESSES,
             devices_per_process=1,
             warm=WarmStart(preload=("jax", "orbax.checkpoint", "ckptkit.manager")),
@@ -88,15 +92,22 @@ def main() -> None:
         raise SystemExit("\n".join(output[-60:]))
 
 
-def worker(home: Path, process: int, coordinator: str) -> None:
+def worker(home: str, process: int, coordinator: str) -> None:
     """One of the processes: every scene, one after the other."""
     jax.distributed.initialize(coordinator, PROCESSES, process)
-    say = Notes(home).say if process == 0 else lambda _: None
+    say = _noting(home) if process == 0 else lambda _: None
     with small_leaves_shared():
         for scene, broken in SCENES.items():
             with broken():
-                _save(home / scene, STEPS.get(scene, (1,)), _promises(scene, say))
+                _save(f"{home}/{scene}", STEPS.get(scene, (1,)), _promises(scene, say))
     jax.distributed.shutdown()
+
+
+def _noting(home: str) -> Callable[[str], None]:
+    if properties_of(home).file_system:
+        return Notes(Path(home)).say
+    store, numbers = open_store(f"{home}/{NOTES}"), itertools.count()
+    return lambda text: store.put(str(next(numbers)), text.encode())
 
 
 def _promises(scene: str, say: Callable[[str], None]) -> Callable[[ckptkit.Event], None]:
@@ -107,7 +118,7 @@ def _promises(scene: str, say: Callable[[str], None]) -> Callable[[ckptkit.Event
     return hear
 
 
-def _save(root: Path, steps: tuple[int, ...], hear: Callable[[ckptkit.Event], None]) -> None:
+def _save(root: str, steps: tuple[int, ...], hear: Callable[[ckptkit.Event], None]) -> None:
     log = ckptkit.EventLog(process=jax.process_index())
     log.observe(hear)
     with open_manager(root, log) as manager:
@@ -212,4 +223,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 2:
         main()
     else:
-        worker(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+        worker(sys.argv[1], int(sys.argv[2]), sys.argv[3])
