@@ -189,6 +189,19 @@ def _sidecar_not_synced() -> Iterator[None]:
 
 
 @contextmanager
+def _sidecar_left_to_process_0() -> Iterator[None]:
+    """Process 1 leaves it to process 0 to sync its sidecar. On a file system that hosts share nobody does."""
+    sync = write_step._sync
+
+    def synced(path: str) -> None:
+        if jax.process_index() == 0 or not path.endswith(_SIDECAR_1):
+            sync(path)
+
+    with mock.patch.object(write_step, "_sync", synced):
+        yield
+
+
+@contextmanager
 def _other_record() -> Iterator[None]:
     """The joined record is that of another save of the step, with the bits of the step before it."""
     join = StepWriter._join_sidecars
@@ -215,6 +228,7 @@ SCENES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "sidecar-late": _sidecar_late,
     "sidecars-deleted": _sidecars_deleted,
     "sidecar-not-synced": _sidecar_not_synced,
+    "sidecar-left-to-process-0": _sidecar_left_to_process_0,
     OTHER_RECORD: _other_record,
 }
 

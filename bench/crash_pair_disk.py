@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import final
+from typing import final, get_args
 
 from bench.crash_pair import OTHER_RECORD, RIGHT, SCENES
 from bench.crash_pair_judge import Restarts, any_record_believed
@@ -17,6 +17,7 @@ from ckptkit.model import paths
 from ckptkit.testing.crash import (
     CrashState,
     Note,
+    Syncs,
     Trace,
     is_operation,
     notes,
@@ -62,31 +63,33 @@ def stages(trace: Trace) -> dict[int, str]:
     return found
 
 
-def two_states(trace: Trace, scene: str, number: int) -> Iterator[CrashState]:
-    """After a point: everything is there, or nothing that was not synced."""
-    lost = unsynced(trace, number + 1, lambda each: each.path.partition("/")[0] == scene)
+def main_states(trace: Trace, scene: str, number: int) -> Iterator[CrashState]:
+    """After a point: everything is there, or nothing that was not synced; or not by the process that did it."""
     yield CrashState(count=number + 1)
-    yield CrashState(count=number + 1, dropped=frozenset(lost))
+    for syncs in get_args(Syncs):
+        lost = unsynced(trace, number + 1, lambda each: each.path.partition("/")[0] == scene, syncs=syncs)
+        yield CrashState(count=number + 1, dropped=frozenset(lost))
 
 
 def all_states(trace: Trace, scene: str, number: int, chance: random.Random) -> Iterator[CrashState]:
-    """After a point: every state of processes that die there, and of a power failure."""
+    """After a point: every state of processes that die there, and of a power failure, of one host or of two."""
     yield from process_crashes(trace, number)
-    yield from power_failures(trace, number, lambda each: each.path.partition("/")[0] == scene, chance)
+    for syncs in get_args(Syncs):
+        yield from power_failures(trace, number, lambda each: each.path.partition("/")[0] == scene, chance, syncs=syncs)
 
 
 def checked(
     trace: Trace, at: Path, *, full: bool, chance: random.Random
 ) -> Iterator[tuple[str, int, list[tuple[CrashState, list[str]]], int]]:
     """Each point that has to hold: its row, its number, what is wrong in each state, and how many restarts were asked.
-    Without `full`, a few points of each row, and two states of each."""
+    Without `full`, a few points of each row, and the main states of each."""
     others = dict.fromkeys(points_of(trace, OTHER_RECORD), "other record")
     for scene, labels in ((RIGHT, stages(trace)), (OTHER_RECORD, others)):
         judge = PairJudge(trace, scene, at)
         for number in labels if full else few(labels, SHORT_POINTS, chance):
             before = judge.restarts
             every = full and scene == RIGHT
-            states = all_states(trace, scene, number, chance) if every else two_states(trace, scene, number)
+            states = all_states(trace, scene, number, chance) if every else main_states(trace, scene, number)
             found = [(state, judge.check(state)) for state in states]
             yield f"pair {labels[number]}", number, found, judge.restarts - before
 
@@ -102,7 +105,7 @@ def controls_found(trace: Trace, at: Path) -> dict[str, str]:
 def _violation(trace: Trace, scene: str, at: Path) -> str:
     judge = PairJudge(trace, scene, at)
     newest_first = reversed(points_of(trace, scene))
-    states = (state for number in newest_first for state in two_states(trace, scene, number))
+    states = (state for number in newest_first for state in main_states(trace, scene, number))
     return next((wrong for state in states for wrong in judge.check(state)), "")
 
 

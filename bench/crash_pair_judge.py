@@ -23,7 +23,7 @@ from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
 from ckptkit.store import open_store
 
-CONTINUED_EVERY = 20  # distinct states: the run goes on from them, and stock Orbax reads them
+CONTINUED_EVERY = 20  # distinct states that have a step: the run goes on from them, and stock Orbax reads them
 _CONTINUED = 9
 
 
@@ -35,6 +35,7 @@ class Restarts:
         self._root = root
         self._known: dict[tuple[str, int], list[str]] = {}
         self._right = set[str]()  # digests of steps that were restored
+        self._with_steps = 0
         self.count = 0
 
     def check(
@@ -64,7 +65,8 @@ class Restarts:
                 yield f"the manager lists {sorted(manager.all_steps())}, verify {sorted(proofs)}"
             for step in sorted(proofs):
                 yield from self._restored(manager, step, digest_of_step(step))
-            if proofs and self.count % CONTINUED_EVERY == 1:
+            self._with_steps += bool(proofs)
+            if proofs and self._with_steps % CONTINUED_EVERY == 1:
                 yield from _by_orbax(self._root, proofs)
                 manager.save(_CONTINUED, args=save_args(jax.tree.map(jnp.asarray, make_values(_CONTINUED))))
                 manager.wait_until_finished()
