@@ -16,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import click
 from rich.console import Console
@@ -73,44 +73,81 @@ def main(full: bool, seed: int, json_path: Path | None) -> None:
     raise SystemExit(0 if held(result) else 1)
 
 
+@final
+class Tally:
+    """The counts of each row (`tier operation`), and every violation."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Counter[str]] = {}
+        self.violations: list[dict[str, Any]] = []
+
+    def add(self, row: str, after: str, found: Iterable[tuple[object, list[str]]], restarts: int) -> None:
+        """One point: what is wrong in each of its states."""
+        self.rows.setdefault(row, Counter()).update(points=1, restarts=restarts, states=0, violations=0)
+        for state, wrong in found:
+            self.rows[row].update(states=1, violations=len(wrong))
+            self.violations += [{"after": after, "state": str(state), "violation": each} for each in wrong]
+
+
 def campaign(home: Path, full: bool, seed: int) -> dict[str, Any]:
-    """Every point (or a few of each kind) of one run per method; rows are `tier operation`."""
+    """Every point (or a few of each kind) of one run per method; if `full`, of a job of two processes too, whose short
+    version is `tests/durable/test_joined_crash.py`."""
+    tally, control = Tally(), 0
+    for method in METHODS:
+        control += _run(home, method, full, seed, tally)
+    for row, after, wrong, restarts in bucket_points(home / "bucket", full, random.Random(seed)):
+        tally.add(row, after, [("", wrong)], restarts)
+    pair_controls = pair_campaign(home / "pair", seed, tally) if full else {}
+    return {
+        "rows": {name: dict(row) for name, row in sorted(tally.rows.items())},
+        "violations": tally.violations,
+        "control": control,
+        "pair_controls": {name: bool(wrong) for name, wrong in pair_controls.items()},
+    }
+
+
+def _run(home: Path, method: str, full: bool, seed: int, tally: Tally) -> int:
+    """The run of one method. Returns how much its control has found: the first method has one."""
     from bench.crash_job import committed_by_marks
     from bench.crash_judge import Judge
 
-    rows: dict[str, Counter[str]] = {}
-    violations: list[dict[str, Any]] = []
-    control = 0
-    for method in METHODS:
-        root = home / method / "run"
-        trace = record_run(root, method)
-        judge = Judge(root, trace)
-        control += len(without_syncs(root, trace)) if method == METHODS[0] else 0
-        chance = random.Random(seed)
-        labels = {number: label for number, label in points(trace, method) if label.startswith(_JUDGED[method])}
-        chosen = list(labels) if full else _few(labels, SHORT_POINTS[method], chance)
-        with committed_by_marks(method == MARKED):
-            for done, number in enumerate(chosen):
-                row = rows.setdefault(labels[number], Counter())
-                row["points"] += 1
-                for state, views in states(trace, number, labels[number], full, chance):
-                    row["states"] += 1
-                    before = judge.restarts
-                    for wrong in judge.check(state, views):
-                        row["violations"] += 1
-                        operation = trace.operations[number]
-                        after = f"{method}: {number} {operation.call} {operation.path}"
-                        violations.append({"after": after, "state": str(state), "violation": wrong})
-                    row["restarts"] += judge.restarts - before
-                _say(method, done + 1, len(chosen))
-    for name, after, wrong, restarts in bucket_points(home / "bucket", full, random.Random(seed)):
-        rows.setdefault(name, Counter()).update(points=1, states=1, restarts=restarts, violations=len(wrong))
-        violations += [{"after": after, "state": "", "violation": each} for each in wrong]
-    return {
-        "rows": {name: dict(row) for name, row in sorted(rows.items())},
-        "violations": violations,
-        "control": control,
-    }
+    root, chance = home / method / "run", random.Random(seed)
+    trace = record_run(root, method)
+    judge = Judge(root, trace)
+    control = len(without_syncs(root, trace)) if method == METHODS[0] else 0
+    labels = {number: label for number, label in points(trace, method) if label.startswith(_JUDGED[method])}
+    chosen = list(labels) if full else few(labels, SHORT_POINTS[method], chance)
+    with committed_by_marks(method == MARKED):
+        for done, number in enumerate(chosen):
+            before = judge.restarts
+            each_state = states(trace, number, labels[number], full, chance)
+            found = [(state, judge.check(state, views)) for state, views in each_state]
+            tally.add(labels[number], _name(method, trace, number), found, judge.restarts - before)
+            _say(method, done + 1, len(chosen))
+    return control
+
+
+def pair_campaign(home: Path, seed: int, tally: Tally) -> dict[str, str]:
+    """Every point of a job of two processes, on a disk and in a bucket. Returns the violation that each control has
+    found."""
+    from bench.crash_bucket import bucket
+    from bench.crash_pair_bucket import checked_in_bucket, controls_found_in_bucket, record_pair_in_bucket
+    from bench.crash_pair_disk import checked, controls_found, record_pair
+
+    trace = record_pair(home / "run")
+    for row, number, found, restarts in checked(trace, home / "at", full=True, chance=random.Random(seed)):
+        tally.add(row, _name("pair", trace, number), found, restarts)
+        _say("pair", number + 1, len(trace.operations))
+    controls = controls_found(trace, home / "at")
+    with bucket(home):
+        history = record_pair_in_bucket()
+        for row, after, wrong, restarts in checked_in_bucket(history, full=True, chance=random.Random(seed)):
+            tally.add(row, after, [("", wrong)], restarts)
+        return controls | controls_found_in_bucket(history)
+
+
+def _name(run: str, trace: Trace, number: int) -> str:
+    return f"{run}: {number} {trace.operations[number].call} {trace.operations[number].path}"
 
 
 def record_run(root: Path, method: str) -> Trace:
@@ -156,14 +193,14 @@ def bucket_points(home: Path, full: bool, chance: random.Random) -> Iterator[tup
         judge = BucketJudge(home, history)
         scenes = {number: scene_at(history.notes, number) for number in range(len(history.states))}
         labels = {n: label(history.states[n][0], scene) for n, scene in scenes.items() if scene != "damage"}
-        chosen = list(labels) if full else _few(labels, 1, chance)
+        chosen = list(labels) if full else few(labels, 1, chance)
         for done, number in enumerate(chosen):
             wrong, asked = judge.check(number, repairs=scenes[number] == "repair")
             yield labels[number], f"request {number}: {history.states[number][0]}", wrong, asked
             _say("bucket", done + 1, len(chosen))
 
 
-def _few(labels: Mapping[int, str], count: int, chance: random.Random) -> list[int]:
+def few(labels: Mapping[int, str], count: int, chance: random.Random) -> list[int]:
     """So many of each kind: the last, and some before it."""
     by_label: dict[str, list[int]] = {}
     for number, label in labels.items():
@@ -203,9 +240,14 @@ def _say(what: str, done: int, count: int) -> None:
         print(f"{what}: {done} of {count} points", file=sys.stderr)
 
 
+def _outcomes(result: dict[str, Any]) -> str:
+    return ", ".join(f"{name} ({'found' if found else 'NOT FOUND'})" for name, found in result["pair_controls"].items())
+
+
 def held(result: dict[str, Any]) -> bool:
     """Whether nothing was violated, by a campaign that can find violations."""
-    return not result["violations"] and result["control"] > 0
+    found = result["control"] > 0 and all(result.get("pair_controls", {}).values())
+    return not result["violations"] and found
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -232,5 +274,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         "bits, or a commit that names what is not there.\n"
         f"control: without the syncs of the disk tier {result['control']} violations are found, and some have to be."
     )
+    if result.get("pair_controls"):
+        console.print(f"pair: a job of two processes. Each rule that it broke has to be found: {_outcomes(result)}.")
     for each in result["violations"][:20]:
         console.print(f"violation after {each['after']}: {each['violation']}\n  {each['state']}", markup=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.crash_oracle import promised
-from bench.crashpoints import IN_WORKER, held
+from bench.crashpoints import IN_WORKER, Tally, held
 from tests.strace import needs_strace
 
 ROOT = Path(__file__).parent.parent.parent
@@ -44,6 +44,20 @@ def test_violation_fails_the_campaign() -> None:
     assert held({"violations": [], "control": 1})
     assert not held({"violations": [{}], "control": 1})
     assert not held({"violations": [], "control": 0})
+    assert held({"violations": [], "control": 1, "pair_controls": {"late": True}})
+    assert not held({"violations": [], "control": 1, "pair_controls": {"late": True, "deleted": False}})
+
+
+def test_tally_counts_points_states_and_violations() -> None:
+    """A violation that is not in the table would not fail the campaign."""
+    tally = Tally()
+    tally.add("pair commit", "after 7", [("whole", []), ("torn", ["lost", "other bits"])], 2)
+    tally.add("pair commit", "after 8", [("whole", [])], 0)
+    assert tally.rows == {"pair commit": {"points": 2, "states": 3, "restarts": 2, "violations": 2}}
+    assert [(each["state"], each["violation"]) for each in tally.violations] == [
+        ("torn", "lost"),
+        ("torn", "other bits"),
+    ]
 
 
 def said(*records: dict[str, Any]) -> list[str]:

@@ -85,6 +85,25 @@ def test_power_failure_loses_unsynced_writes_in_any_order(tmp_path: Path) -> Non
 
 
 @needs_strace
+def test_sync_by_another_process_covers_nothing_between_hosts(tmp_path: Path) -> None:
+    """A process that leaves its syncs to another one would pass, and lose its files on a file system of two hosts."""
+    code = """
+import os, subprocess, sys
+SYNC = "import os, sys; [os.fsync(os.open(path, os.O_RDONLY)) for path in sys.argv[1:]]"
+with open(sys.argv[1] + "/a", "wb") as file:
+    file.write(b"x" * 1000)
+subprocess.run([sys.executable, "-c", SYNC, sys.argv[1] + "/a", sys.argv[1]], check=True)
+"""
+    trace = traced(tmp_path / "run", code)
+    assert [each.call for each in trace.operations] == ["create", "write", "fsync", "fsync"]
+    assert [each.process == trace.operations[0].process for each in trace.operations] == [True, True, False, False]
+    assert unsynced(trace, 4, lambda _: True) == []
+    assert unsynced(trace, 4, lambda _: True, syncs="own") == [0, 1]
+    lost = power_failures(trace, 3, lambda _: True, random.Random(0), syncs="own")
+    assert {} in [files(state.disk(trace), tmp_path / "at") for state in lost]
+
+
+@needs_strace
 def test_a_name_in_a_new_directory_needs_a_sync_of_both(tmp_path: Path) -> None:
     """A directory that was made and not synced takes everything in it away."""
     code = """

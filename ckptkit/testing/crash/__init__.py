@@ -6,7 +6,7 @@
 
 from ckptkit.testing.crash.calls import TraceError
 from ckptkit.testing.crash.disk import Disk, Names, Note, Operation, Resize, Sync, Write
-from ckptkit.testing.crash.points import CrashState, is_operation, power_failures, process_crashes, unsynced
+from ckptkit.testing.crash.points import CrashState, Syncs, is_operation, power_failures, process_crashes, unsynced
 from ckptkit.testing.crash.trace import Notes, Trace, can_trace, notes, record
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Operation",
     "Resize",
     "Sync",
+    "Syncs",
     "Trace",
     "TraceError",
     "Write",

@@ -54,6 +54,7 @@ class Reader:
         self._open: dict[tuple[int, int], _Open] = {}
         self._groups: dict[int, int] = {}  # thread -> process
         self._begun: dict[int, str] = {}
+        self._process = 0  # of the call that is read now
 
     @property
     def effects(self) -> tuple[DiskEffect, ...]:
@@ -95,6 +96,7 @@ class Reader:
             self._call(process, call[1], call[2], int(call[3]))
 
     def _call(self, process: int, name: str, text: str, result: int) -> None:
+        self._process = process
         if name in ("clone", "clone3", "fork", "vfork"):
             shares = "CLONE_THREAD" in text
             self._groups[result] = process if shares else result
@@ -231,7 +233,7 @@ class Reader:
 
     def _noted(self, record: dict[str, str]) -> None:
         if "say" in record:
-            self.operations.append(Operation(call="note", path="", effect=Note(record["say"])))
+            self._add("note", "", Note(record["say"]))
             return
         path = record.get("stored") or record["unchanged"]
         node = self._disk.find(path)
@@ -244,7 +246,10 @@ class Reader:
 
     def _do(self, call: str, path: str, effect: DiskEffect) -> None:
         self._disk.apply(effect)
-        self.operations.append(Operation(call=call, path=path.removeprefix(f"{self._root}/"), effect=effect))
+        self._add(call, path.removeprefix(f"{self._root}/"), effect)
+
+    def _add(self, call: str, path: str, effect: DiskEffect) -> None:
+        self.operations.append(Operation(call=call, path=path, effect=effect, process=self._process))
 
     def _new(self, kind: NodeKind) -> int:
         node = len(self.kinds)

@@ -62,11 +62,13 @@ DiskEffect = Write | Resize | Names | Sync | Note
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation of a trace: the system call, the path below the root as it was then, and the effect."""
+    """One operation of a trace: the system call, the path below the root as it was then, the effect, and the process
+    (0: from before the trace)."""
 
     call: str
     path: str
     effect: DiskEffect
+    process: int = 0
 
 
 @final

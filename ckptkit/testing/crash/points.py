@@ -7,10 +7,12 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ckptkit.testing.crash.disk import Disk, Names, Note, Operation, Resize, Sync, Write
 from ckptkit.testing.crash.trace import Trace
 
+Syncs = Literal["all", "own"]  # what syncs cover: with `own`, nothing that another process has done
 SUBSETS_MAX = 64  # of unsynced operations at one point: beyond it extremes and a sample
 
 
@@ -44,14 +46,15 @@ def process_crashes(trace: Trace, number: int) -> Iterator[CrashState]:
 
 
 def power_failures(
-    trace: Trace, number: int, concerns: Callable[[Operation], bool], chance: random.Random
+    trace: Trace, number: int, concerns: Callable[[Operation], bool], chance: random.Random, *, syncs: Syncs = "all"
 ) -> Iterator[CrashState]:
     """Power that fails right after operation `number`: any subset of the unsynced operations that `concerns` names.
+    With `syncs="own"` the processes are hosts of a shared file system: see `unsynced`.
 
     All subsets where there are at most `SUBSETS_MAX`; else none, all, each alone lost, each alone kept, every suffix
     lost, and a sample. Each unsynced write is also torn, alone.
     """
-    pending = unsynced(trace, number + 1, concerns)
+    pending = unsynced(trace, number + 1, concerns, syncs=syncs)
     for dropped in _subsets(pending, chance):
         yield CrashState(count=number + 1, dropped=frozenset(dropped))
     for each in pending:
@@ -60,14 +63,20 @@ def power_failures(
             yield CrashState(count=number + 1, torn=((each, cut),), dropped=frozenset(pending) - {each})
 
 
-def unsynced(trace: Trace, count: int, concerns: Callable[[Operation], bool]) -> list[int]:
+def unsynced(trace: Trace, count: int, concerns: Callable[[Operation], bool], *, syncs: Syncs = "all") -> list[int]:
     """Which of the first `count` operations no sync has covered. A change of names is covered by syncs of every
-    directory that it changes, and by nothing else."""
+    directory that it changes, and by nothing else.
+
+    `syncs="own"`: a sync covers only operations of the process that calls it. On a shared file system a sync of one
+    host does not send what another host still has in memory.
+    """
     pending: dict[int, set[int]] = {}
     for number, operation in enumerate(trace.operations[:count]):
         match operation.effect:
             case Sync(node):
                 for each in [each for each, nodes in pending.items() if node in nodes]:
+                    if syncs == "own" and trace.operations[each].process != operation.process:
+                        continue
                     pending[each].discard(node)
                     if not pending[each]:
                         del pending[each]
