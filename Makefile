@@ -39,10 +39,11 @@ demo-certify: setup
 
 # More than cores: many tests wait for processes, timeouts and fsync.
 WORKERS ?= 4
+MARKS ?= not slow and not long
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m '$(MARKS)' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# What takes minutes and is not about one module: whole benchmarks, real schedulers, the tutorial, a browser. CI runs it too.
+# What takes minutes and is not about one module: whole benchmarks, real schedulers, the tutorial, a browser. CI runs them with the others.
 # Only files with such a test: to import all others takes each worker half a minute.
 test-long: setup
 	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
