@@ -23,7 +23,7 @@ _NOT_INSTALLED = {
     "could not import 'botocore": "test-s3",
     "is not installed: make strangers": "strangers-ci",  # one of nine public trainers: `make strangers` has all
 }
-LEFT_TO: Mapping[str, Mapping[str, str]] = {"test": _NOT_INSTALLED, "test-long": _NOT_INSTALLED}
+LEFT_TO: Mapping[str, Mapping[str, str]] = {"test": _NOT_INSTALLED}
 # Combinations that do not exist, whatever is installed.
 MEANINGLESS = ("this store has no generations", "this client cannot ask for it", "nothing guards there")
 # Allowed with CKPTKIT_CI_WITHOUT_SYSTEM=1: Debian's packages are missing, or the user may not mount.
