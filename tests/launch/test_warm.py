@@ -340,6 +340,7 @@ def test_killed_template_harms_no_worker_and_is_replaced(tmp_path: Path) -> None
     def kill() -> int:
         try:
             assert wait_until(lambda: len(job.lines) == 2)
+            assert wait_until(lambda: len(template_pids()) == 1)  # that of the test before may still be ending
             (template,) = template_pids()
             os.kill(template, signal.SIGKILL)
             assert wait_until(lambda: template_pids() not in ([], [template]))
