@@ -39,9 +39,9 @@ demo-certify: setup
 
 # More than cores: many tests wait for processes, timeouts and fsync.
 WORKERS ?= 4
-MARKS ?= not slow and not long
+# MARKS: other tests than those of pyproject.toml, as `make test MARKS='not slow'`.
 test: setup
-	$(BIN)/python -m pytest -m '$(MARKS)' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(if $(MARKS),-m '$(MARKS)') --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What takes minutes and is not about one module: whole benchmarks, real schedulers, the tutorial, a browser. CI runs them with the others.
 # Only files with such a test: to import all others takes each worker half a minute.
