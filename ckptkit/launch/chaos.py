@@ -139,7 +139,10 @@ class Chaos:
                 self._after_loss(self._attempt, -1)
                 self._attempt += 1
 
-        return self._under_faults(launch)
+        ended = self._under_faults(launch)
+        for injected in self._due:
+            self._note(injected, "the job ended without a loss")
+        return ended
 
     def stop(self) -> None:
         """Makes `run` stop the job. From any thread."""

@@ -28,6 +28,8 @@ from ckptkit.launch.status import AttachedJob, write_status
 from ckptkit.util.clock import time_text
 from tests.mounts import Mounts
 
+AT_THE_END = "the job ended without a loss"
+
 # A job that counts to 40 in a file, continues from there, and prints at its end what it has counted: its "state".
 COUNTS = """
 import os, sys, time
@@ -130,18 +132,44 @@ def test_job_comes_back_from_every_kind_of_fault(tmp_path: Path) -> None:
     assert len(done) >= 3, said
     assert [(tmp_path / "job" / f"saved-{process}").read_text() for process in (0, 1)] == ["40", "40"]
     told = [line.partition(": ") for line in said if line.startswith("event ")]
-    assert [did for *_, did in told] == [did for each in ended.injected for did in each.did], "each harm is an event"
-    kinds = [[each.fault.kind, "wipe", "flip"][: len(each.did)] for each in ended.injected]
+    harms = [[did for did in each.did if did != AT_THE_END] for each in ended.injected]
+    assert [did for *_, did in told] == [did for each in harms for did in each], "each harm is an event"
+    kinds = [[each.fault.kind, "wipe", "flip"][: len(harm)] for each, harm in zip(ended.injected, harms, strict=True)]
     assert [what for what, *_ in told] == [f"event {kind}" for each in kinds for kind in each]
     for each in ended.injected:
         if each.fault.kind == "freeze":
             assert each.did == [f"froze process {each.fault.victims[0]} for 0.2 s"]
             continue
+        if each is ended.injected[-1] and AT_THE_END in each.did:
+            continue  # it came as the job ended
         assert each.did[1].startswith(f"emptied {tmp_path}/ram: ")
         assert each.did[2].startswith(f"flipped a bit of {tmp_path}/disk/step, byte ")
         assert each.back_s is None or each.back_s > 0
     assert list((tmp_path / "ram").iterdir()) == []
     assert any(each.back_s is not None for each in ended.injected)
+
+
+def test_fault_that_came_as_the_job_ended_lost_nothing(tmp_path: Path) -> None:
+    """The table would show a loss that never was, and files as wiped that are there."""
+    ram = tmp_path / "ram"
+    ram.mkdir()
+    (ram / "slot").write_bytes(bytes(100))
+    code = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(0))\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    workers = Workers([sys.executable, "-c", code], processes=1, warm=WarmStart(is_cold=True))
+    chaos = Chaos(say=lambda line: None)
+    fault = Fault(number=0, after_s=0.0, kind="preempt", victims=(0,), wipes=(str(ram),))
+    taken: list[bool] = []
+
+    def on_output(process: int, line: str) -> None:
+        taken.append(chaos.inject(fault))
+
+    ended = chaos.run(launched(workers, grace_s=30.0), on_output=on_output)
+    assert (ended.code, ended.unplanned, taken) == (ExitCode.OK, (), [True])
+    assert [each.did for each in ended.injected] == [["preempted the job", AT_THE_END]]
+    assert (ram / "slot").exists()
 
 
 def test_loss_that_no_fault_explains_is_named(tmp_path: Path) -> None:
