@@ -137,7 +137,7 @@ class _Job:
 def simulate(**flags: Any) -> int:
     """Estimate a job's goodput under policies for the save interval, over many simulated runs.
 
-    Failures stop the whole job; it restarts, and restores from the fastest tier that survived. Every policy gets the
+    Failures stop the whole job; it restarts, and restores the newest save that survived. Every policy gets the
     same failures. `oracle` is the best fixed choice in hindsight; intervals are seconds of work, one per tier.
     """
     try:

@@ -41,7 +41,7 @@ class Difference:
     def __str__(self) -> str:
         where = ", ".join(map(str, self.processes))
         return (
-            f"the replay differs from save {self.step} and agreed with save {self.after_step}: leaves "
+            f"the steps from save {self.after_step} to save {self.step} differ from their replay: leaves "
             f"{first_of(self.leaves, _NAMED_MAX)}, on process {where}"
         )
 

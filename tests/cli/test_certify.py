@@ -95,7 +95,7 @@ def test_difference_has_a_code_and_its_place(ckpt: Run, root: Path) -> None:
     said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--first", "3", "--", "0.98")
     assert said.code == 20
     assert "certified: none" in said.out
-    assert "the replay differs from save 6 and agreed with save 3: leaves w" in said.err
+    assert "the steps from save 3 to save 6 differ from their replay: leaves w" in said.err
     assert certified(root) == []
 
 

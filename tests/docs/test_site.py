@@ -56,7 +56,7 @@ def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
 
 def test_every_symptom_tells_what_is_seen_and_what_survives() -> None:
     """Somebody whose job has just died would not know whether this is the section, or what is left."""
-    symptoms = (ROOT / "docs" / "FAULTS.md").read_text().split("\n## Evidence\n")[0].split("\n## ")[1:]
+    symptoms = (ROOT / "docs" / "FAULTS.md").read_text().split("\n## What a dead run leaves\n")[0].split("\n## ")[1:]
     assert len(symptoms) > 10
     for section in symptoms:
         assert "*You see:*" in section, section.splitlines()[0]

@@ -1,4 +1,4 @@
-"""README's loop with one argument more, `events`; if asked, a second log records the same moments by hand."""
+"""A loop like README's, with `events`; if asked, a second log records the same moments by hand."""
 
 from __future__ import annotations
 

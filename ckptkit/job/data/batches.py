@@ -40,7 +40,7 @@ class ElasticBatches(grain.DatasetIterator):
       data: the records, in the order of the run. Shuffle and repeat them before.
       global_batch: rows of a step over all processes. A restore may change it, except together with `batch_of`: the
         order of records stays the same.
-      rows: the rows of this process, or a sharding of a vector of `global_batch` rows, whose local rows are read.
+      rows: the rows of this process, or the sharding of the batch, whose local rows are read.
         Default: an even, consecutive part for each process of the JAX job.
       batch_fn: makes a batch from the list of a step's records. Default: NumPy arrays are stacked, leaf by leaf.
       batch_of: the batch that a step takes, by number: `lambda step: guard.skips.batch_of(step)`
@@ -189,6 +189,8 @@ def rows_of(rows: Rows | None, global_batch: int) -> np.ndarray:
     if rows is None:
         found = np.array_split(np.arange(global_batch), jax.process_count())[jax.process_index()]
     elif isinstance(rows, jax.sharding.Sharding):
+        if isinstance(rows, jax.sharding.NamedSharding):  # the batch may have more axes than its rows
+            rows = jax.sharding.NamedSharding(rows.mesh, jax.sharding.PartitionSpec(*rows.spec[:1]))
         boxes = rows.addressable_devices_indices_map((global_batch,)).values()
         found = np.unique(np.concatenate([np.arange(global_batch)[box] for box in boxes if box is not None]))
     else:
