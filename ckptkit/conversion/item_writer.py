@@ -15,7 +15,7 @@ import numpy as np
 from ckptkit.conversion.destination import Destination
 from ckptkit.conversion.journal import LOCK_SUFFIX, Noted, data_prefix
 from ckptkit.conversion.mapping import Tensors
-from ckptkit.conversion.passes import BytesProgress, block_shape, blocks_of, counted, pieces_of, read_ahead
+from ckptkit.conversion.passes import BytesProgress, block_shape, counted, pieces_of, read_ahead
 from ckptkit.durable.cells.writer import CellStream, can_hold
 from ckptkit.durable.orbax.files import array_metadatas_text, shardings_text, tree_text
 from ckptkit.durable.orbax.host_shards import HostShards
@@ -23,7 +23,7 @@ from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import CELL_SHARE, Tensor, block_bytes
 from ckptkit.model import paths
-from ckptkit.model.boxes import Box, boxes_of_cells, cell_shape, cells_of
+from ckptkit.model.boxes import Box, blocks_of, boxes_of_cells, cell_shape, cells_of
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.model.paths import ARRAY_METADATAS, SHARDINGS

@@ -79,13 +79,6 @@ def reads(shape: Sequence[int], source: Sequence[int], block: Sequence[int]) -> 
     return math.prod(_along(*each) for each in zip(shape, source, block, strict=True))
 
 
-def blocks_of(shape: Sequence[int], block: Sequence[int]) -> Iterator[Box]:
-    """The blocks of an array in C order; none of one without elements."""
-    starts = (range(0, size, rows) for size, rows in zip(shape, block, strict=True))
-    for start in itertools.product(*starts):
-        yield Box(start, tuple(min(a + b, n) for a, b, n in zip(start, block, shape, strict=True)))
-
-
 def pieces_of(block: Box, source: Sequence[int], limit: int) -> Iterator[Box]:
     """`block` in pieces, each of which touches source chunks of at most `limit` elements together, or one chunk.
 

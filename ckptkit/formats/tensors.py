@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import numpy as np
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.inspection.records import LeafInfo, SaveOrigin
-from ckptkit.model.boxes import Box, cell_shape
+from ckptkit.model.boxes import Box, blocks_of, cell_shape
 
 Format = Literal["orbax", "slot", "safetensors", "npz", "msgpack", "torch"]
 
@@ -86,10 +85,7 @@ class Tensor:
         A box is a whole number of the chunks that are read whole, so that no byte is read twice. Raises
         `CheckpointError` for a chunk above a quarter of the budget.
         """
-        block = self.block_shape(memory_bytes)
-        starts = (range(0, n, rows) for n, rows in zip(self.shape, block, strict=True))
-        for start in itertools.product(*starts):  # no list: a hostile shape has any number of blocks
-            yield Box(start, tuple(min(a + b, n) for a, b, n in zip(start, block, self.shape, strict=True)))
+        yield from blocks_of(self.shape, self.block_shape(memory_bytes))
 
     def block_shape(self, memory_bytes: int) -> tuple[int, ...]:
         """The shape of these boxes."""

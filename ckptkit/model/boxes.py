@@ -8,7 +8,7 @@ a cell are contiguous in the bytes of its box.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -68,6 +68,20 @@ class Box:
         """The index of this box in its global array, or in a block that begins at `origin`."""
         origin = origin if origin is not None else (0,) * len(self.start)
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, origin, strict=True))
+
+
+def blocks_of(shape: Sequence[int], block: Sequence[int]) -> Iterator[Box]:
+    """The blocks of an array in C order, the last of each dimension cut off; none of an array without elements.
+
+    Cost: the memory of one box, also for a hostile shape with 2**60 blocks.
+    """
+    counts = [-(-n // rows) if n else 0 for n, rows in zip(shape, block, strict=True)]
+    for number in range(math.prod(counts)):
+        rest, start = number, [0] * len(counts)
+        for axis in reversed(range(len(counts))):
+            rest, at = divmod(rest, counts[axis])
+            start[axis] = at * block[axis]
+        yield Box(tuple(start), tuple(min(a + b, n) for a, b, n in zip(start, block, shape, strict=True)))
 
 
 def missing_elements(wanted: Box, held: Iterable[Box]) -> int:

@@ -206,7 +206,7 @@ def test_ctrl_c_leaves_no_partial_output(tmp_path: Path, command: str) -> None:
     """Ctrl-C in the middle would leave half of what was asked for where it was asked for."""
     target = tmp_path / "target"
     if command == "merge":
-        big = by_safetensors(tmp_path / "a.safetensors", {"a": np.ones((400, 1 << 17))})  # 420 MB, in blocks of 2
+        big = by_safetensors(tmp_path / "a.safetensors", {"a": np.ones((200, 1 << 17))})  # 210 MB, in blocks of 2
         other = by_safetensors(tmp_path / "b.safetensors", {"b": np.ones(4)})
         words = ["merge", str(big), str(other), str(target), "--to", "safetensors", "--memory", "16MB"]
         part = tmp_path / ".target.ckptkit-part"

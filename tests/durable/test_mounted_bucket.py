@@ -224,6 +224,7 @@ def test_crash_after_any_change_leaves_the_whole_step_or_none(mounted_bucket: Mo
     assert outcomes.count(True) > 1, "a death after the mark, too"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's threads in a failed save
 @pytest.mark.usefixtures("orbax_may_fail")
 def test_crash_of_one_tree_after_any_change_leaves_the_whole_tree_or_none(mounted_bucket: MountedBucket) -> None:

@@ -76,6 +76,7 @@ class Judge:
         assert {each.state for each in ckptkit.verify(root).steps} == {"proven"}, where
 
 
+@pytest.mark.long
 @needs_strace
 def test_crash_on_a_disk_keeps_every_promised_step(tmp_path: Path) -> None:
     """A link, a sidecar or a root whose name is not synced, or a deletion that takes a shared file along, would lose a

@@ -40,6 +40,7 @@ def run_killed_at(root: Path, *words: str) -> int:
     return taken
 
 
+@pytest.mark.long
 def test_account_agrees_with_one_made_by_hand(root: Path) -> None:
     """Breaks when a loop that writes no line for its account has one that is more than 2 points off."""
     run_killed_at(root, "hand")

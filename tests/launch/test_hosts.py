@@ -333,6 +333,7 @@ def test_user_signals_of_a_scheduler_reach_each_worker_once(agents: Agents) -> N
     agents.finish()
 
 
+@pytest.mark.long
 def test_slow_and_hanging_process_of_another_host_is_named(agents: Agents) -> None:
     """The first agent would name its own process, which waits for that one, and the wrong host would be replaced."""
     loop = "    heartbeat.beat(step)\n    heartbeat.staged(0.5 if e['CKPTKIT_PROCESS'] == '2' else 0.1, 0.0)\n"
@@ -361,6 +362,7 @@ def catches(pid: int, signum: int) -> bool:
     return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
 
 
+@pytest.mark.long
 def test_wrong_secret_and_garbage_do_not_disturb_the_job(agents: Agents) -> None:
     """A port scanner, or another user's job, could end this one or take part in it."""
     agents.start(0)

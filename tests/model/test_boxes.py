@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ckptkit.model.boxes import (
     Box,
+    blocks_of,
     boxes_by_process,
     cell_shape,
     cells_before,
@@ -269,3 +271,19 @@ def test_cells_in_rows_are_pieces_of_the_box_in_order(shape: list[int], data: st
     order = np.arange(int(np.prod(shape))).reshape(shape)
     pieces = [order[c.slices()].ravel() for c in cells_of(Box.whole(tuple(shape)), cell)]
     assert in_rows(shape, cell) == (np.concatenate(pieces).tolist() == order.ravel().tolist())
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=3))
+def test_blocks_tile_an_array_in_order(sizes: list[tuple[int, int]]) -> None:
+    """A conversion would leave out a part of an array, or write one twice."""
+    shape, block = [n for n, _ in sizes], [rows for _, rows in sizes]
+    found = list(blocks_of(shape, block))
+    assert [box.start for box in found] == sorted({box.start for box in found})
+    assert (marked(tuple(shape), found) == 1).all()
+    assert all(rows <= most for box in found for rows, most in zip(box.shape, block, strict=True))
+
+
+def test_blocks_of_a_hostile_shape_take_no_memory() -> None:
+    """A shape that was changed to 2**60 would end the command for want of memory, before any block is read."""
+    first, second = islice(blocks_of((1 << 60, 3), (1024, 2)), 2)
+    assert (first.stop, second.start) == ((1024, 2), (0, 2))

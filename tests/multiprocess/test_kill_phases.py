@@ -94,6 +94,7 @@ def events_of(directory: Path) -> list[ckptkit.Event]:
     return [event for log in load_run(directory / "events") for event in log]
 
 
+@pytest.mark.long
 def test_the_list_of_phases_is_complete(undisturbed: Path) -> None:
     """A phase that was added to a save would never be killed at."""
     crossed = set()
@@ -112,6 +113,7 @@ def test_saving_does_not_change_training(reference: Path, undisturbed: Path) -> 
     assert verdict.is_identical, verdict.differences
 
 
+@pytest.mark.long
 def test_process_opens_only_slots_of_its_own_host(undisturbed: Path) -> None:
     """On hosts that share a mount, one would take another's slots for its own, or destroy them."""
     opened = {}

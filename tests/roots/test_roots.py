@@ -19,7 +19,7 @@ from tests.roots.media import Disk
 from tests.roots.oracle import Answer, Outcome, judge, restores
 
 SEED = int(os.environ.get("CKPTKIT_ZOO_SEED", "21"))
-PARTS = 6
+PARTS = 12
 BUCKET_ROOTS = 12
 MOUNT_ROOTS = 6
 ENDS_THE_PROCESS = ("shape-grown",)  # stock Orbax takes all memory there: ours alone is asked

@@ -17,7 +17,7 @@ _SEEDS = 1000  # `make simulate-protocol` runs more
 
 @pytest.mark.parametrize(
     ("first", "seeds"),
-    [(0, 100), *(pytest.param(first, 225, marks=pytest.mark.long) for first in (100, 325, 550, 775))],
+    [(0, 40), *(pytest.param(first, 240, marks=pytest.mark.long) for first in (40, 280, 520, 760))],
 )
 def test_protocol_holds_in_a_thousand_seeds(first: int, seeds: int) -> None:
     """If it failed, a job could lose a committed save, never free a slot, or never save again after a fault."""

@@ -42,6 +42,7 @@ def run(directory: Path, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_skip_fails_in_ci_unless_another_target_runs_it(tmp_path: Path) -> None:
     """CI would pass without the tests of two formats and a store, and name them in a line that nobody reads."""
     assert "3 skipped, 1 xfailed" in run(tmp_path)

@@ -108,6 +108,7 @@ def test_guarded_run_ends_like_a_clean_one(root: Path, guarded: tuple[LoopState,
     assert max(losses_of(root, "guarded")[step] for step in range(POISON.start - 5, STEPS)) < 4
 
 
+@pytest.mark.long
 def test_skipped_records_are_read_by_no_kept_step(root: Path, guarded: tuple[LoopState, list]) -> None:
     """The position would skip records that the model has seen."""
     skips = guarded[0].position.skips
@@ -120,6 +121,7 @@ def test_skipped_records_are_read_by_no_kept_step(root: Path, guarded: tuple[Loo
     assert len(read) == len(set(read)) == STEPS * BATCH
 
 
+@pytest.mark.long
 def test_run_killed_within_a_rollback_comes_to_the_same_bits(
     root: Path, guarded: tuple[LoopState, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +142,7 @@ def test_run_killed_within_a_rollback_comes_to_the_same_bits(
     assert end_of(root, name) == end_of(root, "guarded")
 
 
+@pytest.mark.long
 def test_run_that_knew_the_skips_from_the_start_has_the_same_bits(
     root: Path, guarded: tuple[LoopState, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,7 +170,7 @@ def test_random_numbers_of_a_record_are_those_of_its_place() -> None:
 
 
 def test_rows_of_a_sharding_are_read() -> None:
-    """Devices would hold other rows than the array describes; the sharding of a batch with two axes would be refused."""
+    """Devices would hold other rows than the array; a sharding of two axes would be refused."""
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "model"))
     batches = ElasticBatches(shuffled(), 8, rows=NamedSharding(mesh, PartitionSpec("data", "model")))
     assert batches.rows.tolist() == list(range(8))
