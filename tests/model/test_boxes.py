@@ -284,6 +284,6 @@ def test_blocks_tile_an_array_in_order(sizes: list[tuple[int, int]]) -> None:
 
 
 def test_blocks_of_a_hostile_shape_take_no_memory() -> None:
-    """A shape that was changed to 2**60 would end the command for want of memory, before any block is read."""
+    """A shape that was changed to 2**60 would take all memory before any block is read."""
     first, second = islice(blocks_of((1 << 60, 3), (1024, 2)), 2)
     assert (first.stop, second.start) == ((1024, 2), (0, 2))
