@@ -344,10 +344,19 @@ class StepWriter:
 
     def _join_sidecars(self, place: str, item: str, profile: DurableProfile) -> None:
         """Puts the joined record of an item's sidecars, unless they are too large. Cost: a small read for each."""
-        names = [paths.sidecar_name(process) for process in range(self._coordinator.count)]
-        read = self._small(place).get
+        store = self._small(place)
+
+        def read(process: int) -> bytes:
+            try:
+                return store.get(f"{item}/{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}")
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"process {process} has written its part of item {item}, which process 0 does not find in {place}: "
+                    "give a durable root that every process sees"
+                ) from error
+
         with ThreadPoolExecutor(profile.read_concurrency, thread_name_prefix="ckptkit-join") as pool:
-            joined = join_sidecars(pool.map(read, [f"{item}/{paths.SIDECAR_DIR}/{name}" for name in names]))
+            joined = join_sidecars(pool.map(read, range(self._coordinator.count)))
         if joined is not None:
             _put(large_objects(place, profile, len(joined)), f"{item}/{paths.JOINED_SIDECARS}", joined)
 

@@ -18,7 +18,7 @@ from ckptkit.durable.abandoned import left_behind
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.orbax.manager import make_root
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
 from ckptkit.job.coordination import Coordinator, Job, gather
 from ckptkit.job.vote import act_together
@@ -63,9 +63,18 @@ def epoch_records(url: str, events: EventLog) -> EpochRecords:
 def first_look(
     epochs: EpochRecords, url: str, options: ocp.CheckpointManagerOptions, coordinator: Coordinator
 ) -> Ancestry:
-    """The epoch records, read by process 0. The first use of the durable root, so its errors come early."""
+    """The epoch records, read by process 0. The first use of the durable root, so its errors come early.
 
-    def read(_: list[Any]) -> dict[str, Any]:
+    Raises `CheckpointError` if the processes have different roots: one part of each step would be in each of them.
+    """
+
+    def read(urls: list[Any]) -> dict[str, Any]:
+        for process, other in enumerate(urls):
+            if other != url:
+                raise CheckpointError(
+                    f"the processes of the job have different durable roots: process 0 has {url}, process {process} "
+                    f"has {other}; give all of them one root that every process sees"
+                )
         if options.create and not options.read_only:
             make_root(url, options)
         ancestry = epochs.read()
@@ -73,7 +82,7 @@ def first_look(
             epochs.probe()
         return ancestry.to_json()
 
-    return Ancestry.from_json(coordinator.agree("first-look", None, read))
+    return Ancestry.from_json(coordinator.agree("first-look", url, read))
 
 
 def say_what_was_left(durable: DurableSteps, job: Job) -> None:

@@ -70,7 +70,8 @@ def _write(url: str, save_id: SaveId = _SAVE) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not raised
+    for error in raised:
+        raise error
 
 
 def _read(url: str, **how: Any) -> list[tuple[SaveId, int]]:
@@ -120,6 +121,24 @@ def test_step_on_a_disk_has_a_joined_record_too(tmp_path: Path) -> None:
         {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{tmp_path}/3/state/", "path": "w"}}
     )
     assert found.result().shape == (_ROWS * _COUNT, 10)
+
+
+def test_root_that_is_another_disk_on_another_host_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step would be committed without the parts of the other hosts; or the error would name a file, and no cause."""
+    write_part = StepWriter._write_part
+
+    def part(self: StepWriter, *args: Any) -> None:
+        write_part(self, *args)
+        if self._coordinator.process == 2:  # the host of process 0 does not see what this one has written
+            for sidecar in tmp_path.rglob("process-2.json"):
+                sidecar.unlink()
+
+    monkeypatch.setattr(StepWriter, "_write_part", part)
+    with pytest.raises(
+        ckptkit.CheckpointError, match=r"process 2 has written .* a durable root that every process sees"
+    ):
+        _write(str(tmp_path))
+    assert not (tmp_path / "3").exists()
 
 
 def _of_another_save(store: Any) -> None:

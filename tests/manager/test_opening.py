@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
 
+import orbax.checkpoint as ocp
 import pytest
 
-from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
-from ckptkit.manager.opening import _covered
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
+from ckptkit.events import EventLog
+from ckptkit.manager.opening import _covered, epoch_records, first_look
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.restore.inventory import Held
 from tests.restore.test_plan import manifest, rows
@@ -49,3 +53,16 @@ def test_unreachable_process_does_not_count_as_missing() -> None:
     """`latest_step` would be an older one because of a moment on the network, and what came after be trained anew."""
     with pytest.raises(PeerUnreachableError, match="process 1"):
         covered({1: PeerUnreachableError("process 1 did not answer"), 2: None})
+
+
+def test_processes_with_different_roots_are_refused(tmp_path: Path) -> None:
+    """Each step would be written to the root of process 0, and found by no other process after a restart."""
+
+    class Job:
+        def agree(self, channel: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+            return decide([value, f"{tmp_path}/of-process-1"])
+
+    url, job = f"{tmp_path}/of-process-0", Job()
+    with pytest.raises(CheckpointError, match=r"process 0 has .*of-process-0, process 1 has .*of-process-1"):
+        first_look(epoch_records(url, EventLog()), url, ocp.CheckpointManagerOptions(), cast(Any, job))
+    assert list(tmp_path.iterdir()) == []
