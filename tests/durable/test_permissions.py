@@ -21,13 +21,12 @@ def test_no_action_takes_what_is_not_a_step_of_the_run() -> None:
         assert reason_to_leave(action, StepClass.FOREIGN, Standing(state=state))
 
 
-def test_pinned_used_and_newest_steps_stay() -> None:
-    """A step that a person or a reader relies on would go, or the only good one."""
+def test_pinned_and_used_steps_stay() -> None:
+    """A step that a person or a reader relies on would go."""
     for action, kind, state in product(("delete", "quarantine", "replace"), StepClass, STATES):
         for standing in (
             Standing(state=state, pinned=True),
             Standing(state=state, in_use=True),
-            Standing(state=state, newest_whole=True),
             Standing(state="unfinished"),
         ):
             assert reason_to_leave(action, kind, standing), (action, kind, standing)

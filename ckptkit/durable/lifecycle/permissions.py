@@ -49,7 +49,6 @@ class Standing:
     state: StepStateName
     pinned: bool = False
     in_use: bool = False
-    newest_whole: bool = False
 
 
 def reason_to_leave(action: Action, kind: StepClass, standing: Standing) -> str | None:
@@ -62,8 +61,6 @@ def reason_to_leave(action: Action, kind: StepClass, standing: Standing) -> str 
         return "pinned"
     if standing.in_use and action not in _WITH_PIN:
         return "in use"
-    if standing.newest_whole and action != "overtake":
-        return "the newest whole step"
     if kind in ALLOWED[action] and standing.state in _NEEDS_STATE[action]:
         return None
     if not kind.ours and action in ("mend", "quarantine"):
