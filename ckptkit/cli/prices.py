@@ -17,9 +17,15 @@ def _price(unit: str) -> Parsed:
     return Parsed(f"2.5{unit}", lambda text: Price.parse(text, unit))
 
 
-PRICE = click.option("--price", type=_price("/h"), help="Price of one host for an hour: also show costs.")
+# The forms as they are read: without `metavar`, click would show the type in capitals.
+PRICE = click.option(
+    "--price", type=_price("/h"), metavar="2.5/h", help="Price of one host for an hour: also show costs."
+)
 STORAGE_PRICE = click.option(
-    "--storage-price", type=_price("/GB-month"), help="Price of 10^9 stored bytes for a month: also show costs."
+    "--storage-price",
+    type=_price("/GB-month"),
+    metavar="2.5/GB-month",
+    help="Price of 10^9 stored bytes for a month: also show costs.",
 )
 
 
