@@ -47,8 +47,8 @@ def follow(
     It follows the durable root alone, a directory or a bucket: steps that only the job's fast tiers hold are private to
     its hosts, and are reused without asking anybody.
 
-    A yielded step has been read completely and matched its digests (`prove=False`: only its metadata was checked;
-    `restore` verifies the bytes). A ckptkit writer does not prune it until the loop asks for the next one or ends, or
+    A yielded step has been read completely and matched its digests (`prove=False`: only its metadata was checked, and
+    its `proven` is False; `restore` verifies the bytes). A ckptkit writer does not prune it until the loop asks for the next one or ends, or
     this process dies and its lease expires. Damaged steps and steps of abandoned branches are skipped, the former with
     a `restore_rejected` event. After a rollback of the job the steps of the new branch follow, whatever their numbers.
     Steps of stock Orbax are yielded with `proven=False`; a job that runs stock Orbax ignores leases.
@@ -226,14 +226,14 @@ class _Follower:
         return proven
 
     def _proven(self, reader: DurableReader, save_id: SaveId) -> bool:
-        """Reads every cell of our steps. False for one of stock Orbax, which has no digests."""
+        """Reads every cell of our steps. False for one of stock Orbax, which has no digests, and without `prove`."""
         manifests = reader.manifests()
         if not manifests:
             return save_id.ours
         for manifest in manifests if self._prove else ():
             for item, leaf, record, cell, *_ in digested_cells(manifest):
                 reader.read(item, leaf, record, cell, np.empty(cell.shape, np.dtype(leaf.dtype)))
-        return True
+        return self._prove
 
     def _reject(self, name: str, step: int, error: CheckpointError) -> None:
         self._saves[name] = None

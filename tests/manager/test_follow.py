@@ -168,6 +168,8 @@ def test_after_newest_only_and_prove_options(tmp_path: Path) -> None:
     assert followed(tmp_path, newest_only=True) == [4]
     assert followed(tmp_path, after=4) == []
     assert followed(tmp_path, prove=False) == [0, 1, 2, 3, 4]
+    unread = ckptkit.follow(tmp_path, poll_s=0.01, idle_timeout_s=0.0, prove=False)
+    assert not any(found.proven for found in unread), "nobody has read their bytes"
 
 
 def test_stock_orbax_steps_are_followed_as_unproven(tmp_path: Path) -> None:
