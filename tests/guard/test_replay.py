@@ -108,7 +108,7 @@ def test_flipped_bit_is_placed_between_two_saves(tmp_path: Path, bad_step: int) 
     assert found.steps_replayed == found.difference.step - 3
     assert {leaf.split(" on ")[0] for leaf in found.difference.leaves} == {"w"}  # not the count
     assert certify(tmp_path, first=found.difference.step).is_certified if found.difference.step < STEPS else True
-    assert f"differs from save {found.difference.step}" in str(found.difference)
+    assert f"to save {found.difference.step} differ from their replay" in str(found.difference)
 
 
 def test_replay_needs_a_manager_of_its_own_and_two_saves(tmp_path: Path) -> None:
