@@ -13,7 +13,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("ckptkit-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "xxhash", "torch")
+_PACKAGES = (
+    "ckptkit-jax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "tensorstore",
+    "numpy",
+    "xxhash",
+    "torch",
+)
 
 # Of measured processes. An installed package has its bytecode: without it, a start compiles 250 modules (0.5 s).
 WORKER_ENV = {"PYTHONDONTWRITEBYTECODE": ""}

@@ -49,9 +49,10 @@ def follow(
 
     A yielded step has been read completely and matched its digests (`prove=False`: only its metadata was checked, and
     its `proven` is False; `restore` verifies the bytes). A ckptkit writer does not prune it until the loop asks for the
-    next one or ends, or this process dies and its lease expires. Damaged steps and steps of abandoned branches are skipped, the former with
-    a `restore_rejected` event. After a rollback of the job the steps of the new branch follow, whatever their numbers.
-    Steps of stock Orbax are yielded with `proven=False`; a job that runs stock Orbax ignores leases.
+    next one or ends, or this process dies and its lease expires. Damaged steps and steps of abandoned branches are
+    skipped, the former with a `restore_rejected` event. After a rollback of the job the steps of the new branch follow,
+    whatever their numbers. Steps of stock Orbax are yielded with `proven=False`; a job that runs stock Orbax ignores
+    leases.
 
     Args:
       root: the durable root; it need not exist yet.
