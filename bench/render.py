@@ -18,7 +18,11 @@ README_FIGURES = {
     ("faults", "goodput"): "Share of the time that trained the model, while faults were injected",
     ("faults", "resume_s"): "From a killed process to its next training step",
     ("faults", "wrong_runs"): "Trainings with injected bit flips that ended with wrong bits",
-    ("stall", "stall_ms_per_save"): "A save delays a loop whose step keeps all cores busy",
+    (
+        "stall",
+        "stall_ms_per_save",
+    ): "A save delays a loop whose step keeps all cores busy (copied as usual for CPU devices)",
+    ("stall", "stall_ms_per_save.device_copy"): "The same (copied as for accelerators)",
     ("stall", "stall_idle_ms_per_save.device_copy"): "The same, step leaves cores idle (copied as for accelerators)",
     ("stall", "stall_idle_ms_per_save"): "The same, step leaves cores idle (copied as usual for CPU devices)",
     ("commit", "commit_gbps"): "From `save` to the commit on the ramdisk",
@@ -104,7 +108,7 @@ def _when(rows: Iterable[Row]) -> str:
     when = " to ".join(dict.fromkeys(days[:1] + days[-1:]))
     commits = {source.commit.rstrip("+") for source in sources if source.commit}
     inexact = sum(not source.exact for source in sources)
-    text = f"Measured {when}; results: {len(sources)}, commits: {len(commits)}"
+    text = f"Measured {when}; runs: {len(sources)}, commits: {len(commits)}"
     if inexact:
         text += f", results whose commit is dirty or was not stored: {inexact}"
     return f"{text}. [Date and commit of each row](bench/REPORT.md)."
