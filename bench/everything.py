@@ -47,7 +47,7 @@ ENTRIES = (
     Entry(name="crashpoints", minutes=1),
     Entry(name="policy", minutes=3),
     Entry(name="simulate", minutes=1),
-    Entry(name="inspect", minutes=5),
+    Entry(name="inspect", minutes=20),
     Entry(name="convert", words=("--size", "512MB"), minutes=10),
     Entry(name="broadcast", minutes=8),
     Entry(name="simulator", words=("--runs", "10"), minutes=12),
