@@ -89,6 +89,45 @@ def test_promtool_accepts_the_rules() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+LABELS = 'instance="a",job="t",process="0"'
+DURABLE = f'{LABELS},tier="durable"'
+
+
+@needs_prometheus
+@pytest.mark.parametrize(
+    ("commits", "interval", "minutes", "fires"),
+    [
+        pytest.param("", "", 30, "", id="young"),
+        pytest.param("", "", 90, "CkptkitNeverCommitted", id="never a commit"),
+        pytest.param("60x400", "", 90, "", id="one commit, the next is not late"),
+        pytest.param("60x400", "", 180, "CkptkitNoDurableCommit", id="one commit, and no other"),
+        pytest.param("0+60x400", "60x400", 180, "", id="a commit each minute"),
+        pytest.param("0+60x60 3600x340", "60x400", 90, "CkptkitNoDurableCommit", id="no commit any more"),
+    ],
+)
+def test_alert_fires_when_durable_commits_stay_out(
+    tmp_path: Path, commits: str, interval: str, minutes: int, fires: str
+) -> None:
+    """A bucket that refuses after the first commit would wake nobody."""
+    series = {f"ckptkit_start_timestamp_seconds{{{LABELS}}}": "0x400"}
+    series |= {f"ckptkit_last_commit_timestamp_seconds{{{DURABLE}}}": commits} if commits else {}
+    series |= {f"ckptkit_commit_interval_seconds{{{DURABLE}}}": interval} if interval else {}
+    firing = 'group by (alertname) (ALERTS{alertstate="firing"})'
+    found = [{"labels": f'{{alertname="{fires}"}}', "value": 1}] if fires else []
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [{"expr": firing, "eval_time": f"{minutes}m", "exp_samples": found}],
+    }
+    rules = str(DEPLOY / "prometheus-rules.yaml")
+    (tmp_path / "test.yaml").write_text(
+        json.dumps({"rule_files": [rules], "evaluation_interval": "1m", "tests": [case]})  # JSON is YAML
+    )
+    command = ["promtool", "test", "rules", str(tmp_path / "test.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_endpoint_serves_process_0_alone_unless_each_is_asked_for(tmp_path: Path) -> None:
     """Breaks when a thousand processes want one port, or nobody can look at process 7."""
     pytest.importorskip("prometheus_client")
