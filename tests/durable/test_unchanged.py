@@ -58,7 +58,9 @@ def _own_bytes(step: Path) -> int:
     return sum(p.stat().st_size for p in step.rglob("*") if p.is_file() and p.stat().st_nlink == 1)
 
 
-@pytest.mark.parametrize("name", _PROFILES)
+@pytest.mark.parametrize(
+    "name", [name if name == "pieces" else pytest.param(name, marks=pytest.mark.long) for name in _PROFILES]
+)
 def test_stock_orbax_restores_a_sharing_step_alone(tmp_path: Path, name: str) -> None:
     """A step that needs files of a deleted step is lost with it."""
     root, alone = tmp_path / "root", tmp_path / "alone"

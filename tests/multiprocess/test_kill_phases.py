@@ -160,8 +160,9 @@ def merged_proof(directory: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("tier", "phase", "process", "wipe"),
-    [pytest.param("ram", "committed_here", 0, "ramdisk", marks=pytest.mark.long), ("durable", "written", 1, "host")],
+    [("ram", "committed_here", 0, "ramdisk"), ("durable", "written", 1, "host")],
 )
+@pytest.mark.long
 def test_a_kill_at_a_phase_of_a_save_loses_nothing_committed(
     job: Job, reference: Path, tier: str, phase: str, process: int, wipe: str
 ) -> None:

@@ -36,6 +36,7 @@ def wheel(built: tuple[Path, Path]) -> Path:
     return built[0]
 
 
+@pytest.mark.long
 def test_sdist_has_the_sources_of_the_wheel(built: tuple[Path, Path]) -> None:
     """A package manager that builds from source would install another library, or one without its license."""
     with tarfile.open(built[1]) as archive:
@@ -44,6 +45,7 @@ def test_sdist_has_the_sources_of_the_wheel(built: tuple[Path, Path]) -> None:
     assert {name for name in zipfile.ZipFile(built[0]).namelist() if name.endswith(".py")} <= names
 
 
+@pytest.mark.long
 def test_wheel_contains_only_the_library(wheel: Path) -> None:
     """`pip install` would put packages named tests, tools and trainer into people's environments; or drop the types."""
     names = zipfile.ZipFile(wheel).namelist()
@@ -61,6 +63,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.long
 def test_library_imports_only_its_core_dependencies(installed: Path, tmp_path: Path) -> None:
     """An import of what only an extra brings would break everybody who did not ask for it."""
     said = call(sys.executable, SCRIPT, tmp_path / "work", "--block", cwd=tmp_path, PYTHONPATH=str(installed))
@@ -85,6 +88,7 @@ def test_readme_loop_ends_right_after_a_flipped_bit(installed: Path, tmp_path: P
     assert "w is 120.0 120.0" in call(sys.executable, "-c", longer, cwd=tmp_path, PYTHONPATH=str(installed))
 
 
+@pytest.mark.long
 def test_import_block_refuses_undeclared_packages(installed: Path, tmp_path: Path) -> None:
     """The test above would pass whatever the library imports."""
     code = (

@@ -204,7 +204,7 @@ def test_random_requests_never_crash_the_server(tmp_path: Path) -> None:
 
 
 def test_seeded_requests_never_crash_the_server(tmp_path: Path) -> None:
-    fuzz(tmp_path, seed=20_261_121, requests=1_000)
+    fuzz(tmp_path, seed=20_261_121, requests=4_000)
 
 
 REACHED = [Kind.LIST, Kind.STAT, Kind.READ, Kind.WRITE, Kind.RESUME, Kind.PATCH, Kind.DELETE, Kind.COPY]
