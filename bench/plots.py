@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from bench.row import Row
+from bench.rows import by_figure_of
 
 _OURS, _PEER, _TORCH, _LIMIT = "#1f6f8b", "#b0b0b0", "#808080", "#e8a33d"
 # The picture of docs/index.md: what is compared, in words, and what the limit is.
@@ -33,7 +34,8 @@ def draw(rows: Sequence[Row], results: Path, front: Path) -> list[Path]:
         compared = [row for row in group if row.peer is not None]
         if compared:
             written.append(draw_rows(compared, results / f"{benchmark}.png"))
-    chosen = [(row, *_FRONT[key]) for key in _FRONT for row in rows if (row.benchmark, row.figure) == key]
+    found = by_figure_of(rows)
+    chosen = [(found[key], *_FRONT[key]) for key in _FRONT if key in found]
     if chosen:
         titles, limits = [title for _, title, _ in chosen], [limit for _, _, limit in chosen]
         written.append(_bars([row for row, _, _ in chosen], titles, limits, front))

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from bench.row import Range, Row, Source
-from bench.rows import RESULTS, newest_results, rows_of
+from bench.rows import RESULTS, by_figure_of, newest_results, rows_of
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- figures: `make figures` writes what is between these lines -->", "<!-- end of figures -->"
@@ -54,9 +54,7 @@ _BUSY = 3.0  # load at which a timing is only an indication
 
 def readme_table(rows: Sequence[Row]) -> str:
     """The rows that the README shows, in words: units in the cells, and which side is better."""
-    # Of several states the first; of several schedules of faults the newest.
-    ordered = sorted(rows, key=lambda row: row.source.day if row.benchmark == "faults" else "", reverse=True)
-    by_figure = {(row.benchmark, row.figure): row for row in reversed(ordered)}
+    by_figure = by_figure_of(rows)
     shown: list[Row] = []
     lines = ["| what | state | ckptkit | best of stock Orbax | torch DCP | limit | against Orbax |", f"|{'---|' * 7}"]
     for key, sentence in README_FIGURES.items():

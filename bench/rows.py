@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,12 @@ def _dated(path: Path) -> tuple[tuple[str, str, str], dict[str, Any]]:
     result, day = json.loads(path.read_text()), path.parent.name[:10]
     at = result.setdefault("environment", {}).setdefault("at", day)
     return (day, at, path.name), result
+
+
+def by_figure_of(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    """One row for each benchmark and figure: of several states the first, of several schedules of faults the newest."""
+    ordered = sorted(rows, key=lambda row: row.source.day if row.benchmark == "faults" else "", reverse=True)
+    return {(row.benchmark, row.figure): row for row in reversed(ordered)}
 
 
 def rows_of(results: Iterable[Mapping[str, Any]]) -> list[Row]:

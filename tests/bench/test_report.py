@@ -18,7 +18,7 @@ from bench.everything import main as everything
 from bench.figures import STRATEGIES
 from bench.render import BEGIN, END, README_FIGURES, readme_table, report, with_table
 from bench.row import Row, Source, spread_of
-from bench.rows import newest_results, rows_of
+from bench.rows import by_figure_of, newest_results, rows_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,3 +243,12 @@ def test_bench_all_stores_benchmark_results(tmp_path: Path) -> None:
     assert environment.keys() >= {"at", "commit", "load", "load_after"}, "without these the figures mean nothing"
     refused = CliRunner().invoke(everything, ["--small"])
     assert "--small measures nothing" in refused.output
+
+
+def test_newest_schedule_of_faults_is_the_one_that_is_shown() -> None:
+    """The README would show the most flattering of several schedules, or one of months ago."""
+    rows = rows_of(newest_results())
+    days = {row.source.day for row in rows if row.benchmark == "faults"}
+    assert len(days) > 1
+    assert by_figure_of(rows)["faults", "goodput"].source.day == max(days)
+    assert by_figure_of(rows[::-1])["faults", "goodput"].source.day == max(days)
