@@ -18,10 +18,7 @@ README_FIGURES = {
     ("faults", "goodput"): "Share of the time that trained the model, while faults were injected",
     ("faults", "resume_s"): "From a killed process to its next training step",
     ("faults", "wrong_runs"): "Trainings with injected bit flips that ended with wrong bits",
-    (
-        "stall",
-        "stall_ms_per_save",
-    ): "A save delays a loop whose step keeps all cores busy (copied as usual for CPU devices)",
+    ("stall", "stall_ms_per_save"): "A save delays a loop that keeps all cores busy (copied as usual for CPU devices)",
     ("stall", "stall_ms_per_save.device_copy"): "The same (copied as for accelerators)",
     ("stall", "stall_idle_ms_per_save.device_copy"): "The same, step leaves cores idle (copied as for accelerators)",
     ("stall", "stall_idle_ms_per_save"): "The same, step leaves cores idle (copied as usual for CPU devices)",

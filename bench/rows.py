@@ -36,8 +36,12 @@ def _dated(path: Path) -> tuple[tuple[str, str, str], dict[str, Any]]:
 
 def by_figure_of(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
     """One row for each benchmark and figure: of several states the first, of several schedules of faults the newest."""
-    ordered = sorted(rows, key=lambda row: row.source.day if row.benchmark == "faults" else "", reverse=True)
-    return {(row.benchmark, row.figure): row for row in reversed(ordered)}
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        other = found.setdefault((row.benchmark, row.figure), row)
+        if row.benchmark == "faults" and row.source.day > other.source.day:
+            found[row.benchmark, row.figure] = row
+    return found
 
 
 def rows_of(results: Iterable[Mapping[str, Any]]) -> list[Row]:

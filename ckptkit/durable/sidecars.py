@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import Manifest, SaveId, custom_digest
@@ -45,6 +45,18 @@ def marked_save(mark: bytes) -> SaveId | None:
 def sidecars_among(names: Iterable[str]) -> list[int]:
     """The processes whose sidecars these names in an item's sidecar directory are, ascending."""
     return sorted(process for name in names if (process := paths.process_of_sidecar(name)) is not None)
+
+
+def written_sidecar(read: Callable[[str], bytes], place: str, item: str, process: int) -> bytes:
+    """The sidecar that a process has reported as written, read by `read(name)` below `place`. Raises `CheckpointError`
+    if it is not there: that process writes to another disk under the same path."""
+    try:
+        return read(f"{item}/{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"process {process} has written its part of item {item}, which process 0 does not find in {place}: "
+            "give a durable root that every process sees"
+        ) from error
 
 
 def join_sidecars(sidecars: Iterable[bytes]) -> bytes | None:

@@ -33,7 +33,7 @@ from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
 from ckptkit.durable.orbax.manager import METRICS_ITEM
 from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, strings_text
-from ckptkit.durable.sidecars import join_sidecars
+from ckptkit.durable.sidecars import join_sidecars, written_sidecar
 from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model import paths
@@ -344,17 +344,7 @@ class StepWriter:
 
     def _join_sidecars(self, place: str, item: str, profile: DurableProfile) -> None:
         """Puts the joined record of an item's sidecars, unless they are too large. Cost: a small read for each."""
-        store = self._small(place)
-
-        def read(process: int) -> bytes:
-            try:
-                return store.get(f"{item}/{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}")
-            except FileNotFoundError as error:
-                raise CheckpointError(
-                    f"process {process} has written its part of item {item}, which process 0 does not find in {place}: "
-                    "give a durable root that every process sees"
-                ) from error
-
+        read = partial(written_sidecar, self._small(place).get, place, item)
         with ThreadPoolExecutor(profile.read_concurrency, thread_name_prefix="ckptkit-join") as pool:
             joined = join_sidecars(pool.map(read, range(self._coordinator.count)))
         if joined is not None:
