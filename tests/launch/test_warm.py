@@ -315,14 +315,14 @@ def test_workers_draw_different_numbers(tmp_path: Path) -> None:
         assert len(set(column)) == 3, column
 
 
-def template_pids() -> list[int]:
-    """The templates among this process's children: the workers that they fork are its children too."""
-    found = []
+def template_pids() -> set[int]:
+    """The templates among this process's children, that of `tests.forked` too; the workers that they fork are others."""
+    found = set()
     for listing in Path("/proc/self/task").glob("*/children"):
         for child in listing.read_text().split():
             with suppress(OSError):
                 if b"template" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(int(child))
+                    found.add(int(child))
     return found
 
 
@@ -335,15 +335,15 @@ def test_killed_template_harms_no_worker_and_is_replaced(tmp_path: Path) -> None
         "sys.exit(3 if sys.argv[2] == '0' else 0)"
     )
     flag = tmp_path / "go"
+    others = template_pids()
     job = Job([PYTHON, write(tmp_path / "s.py", code), str(flag), "{attempt}"], processes=2)
 
     def kill() -> int:
         try:
             assert wait_until(lambda: len(job.lines) == 2)
-            assert wait_until(lambda: len(template_pids()) == 1)  # that of the test before may still be ending
-            (template,) = template_pids()
+            (template,) = template_pids() - others
             os.kill(template, signal.SIGKILL)
-            assert wait_until(lambda: template_pids() not in ([], [template]))
+            assert wait_until(lambda: bool(template_pids() - others - {template}))
             return len(job.lines)
         finally:
             flag.touch()  # else the job never ends
