@@ -47,7 +47,7 @@ test: setup
 # Only files with such a test: to import all others takes each worker half a minute.
 test-long: setup
 	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	  $$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.long' tests | sort)
+	  $$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.long\|long_except' tests | sort)
 
 # Long campaigns; a short version of each is in `make test`.
 kill-phases: setup

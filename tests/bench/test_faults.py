@@ -147,6 +147,7 @@ def test_bit_flip_hits_array_data_of_the_newest_remaining_step(places: Places) -
     assert places.flip(random.Random(4)) is None
 
 
+@pytest.mark.disk
 def test_host_that_loses_its_ramdisk_reads_checkpoints_from_the_disk(tmp_path: Path) -> None:
     """A contender would read from the memory of a lost host."""
     places = Places(disk=tmp_path / "disk", ram=tmp_path / "ram")

@@ -302,6 +302,7 @@ def test_every_rule_has_a_case_and_a_source() -> None:
     assert [each for rule in RULES for each in rule(nothing)] == []
 
 
+@pytest.mark.disk
 def test_healthy_run_has_no_findings(ckpt: Run, tmp_path: Path) -> None:
     """A doctor who always finds something is not believed."""
     root, logs = tmp_path / "run", tmp_path / "events"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from ckptkit.inspection.words import size_text
+from tests.cases import long_except
 from tests.cli.conftest import HOST, Ours, Run
 from tests.states import make_state
 
@@ -221,7 +222,7 @@ def test_json_shape_is_documented(ckpt: Run, ours: Ours) -> None:
     assert [name for name in (*top, *origin, *leaf) if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize("root", ["ours", "stock"])
+@pytest.mark.parametrize("root", long_except(["ours"], ["ours", "stock"]))
 def test_runs_without_a_backend_and_with_one_device(root: str, ours: Ours, stock: Path) -> None:
     """A login node without accelerators, or with fewer than the job had, could not look at a checkpoint."""
     path = ours.root if root == "ours" else stock / "root"

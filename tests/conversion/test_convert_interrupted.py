@@ -161,6 +161,7 @@ def test_full_disk_leaves_a_resumable_conversion(
     assert sorted(os.listdir(tmp_path)) == ["a.msgpack", "b"]
 
 
+@pytest.mark.disk
 @pytest.mark.parametrize("to", ["safetensors", "npz", "torch"])
 def test_large_tensors_use_direct_io_and_resume(to: str, ckpt: Run, tmp_path: Path) -> None:
     """Tensors that begin inside a page would be written to a wrong place, or a zip have a wrong checksum."""

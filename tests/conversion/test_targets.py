@@ -15,6 +15,7 @@ import ckptkit
 from ckptkit.conversion.destination import Destination
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
+from tests.cases import long_except
 from tests.cli.conftest import Run
 from tests.conversion.test_convert import assert_same_bits, read
 from tests.forked import run_forked
@@ -62,8 +63,13 @@ def everything(url: str) -> dict[str, tuple[int, int | None]]:
     return {key: (stat.size_bytes, stat.generation) for key, stat in open_store(url).stat_all("").items()}
 
 
-@pytest.mark.parametrize("to", ["orbax", "hf"])
-@pytest.mark.parametrize("where", ["disk", "bucket"])
+@pytest.mark.parametrize(
+    ("where", "to"),
+    long_except(
+        [("disk", "orbax"), ("bucket", "hf")],
+        [("disk", "orbax"), ("disk", "hf"), ("bucket", "orbax"), ("bucket", "hf")],
+    ),
+)
 def test_killed_conversion_is_resumed_or_begun_anew(
     where: str, to: str, ckpt: Run, server: BucketServer, tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ def tree_of(step: int) -> dict[str, Any]:
     return {"w": jnp.full(SIZE, step, jnp.float32), "host": np.full(SIZE, -step), "step": step}
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("waits", [pytest.param(True, marks=pytest.mark.long), False])
 @pytest.mark.parametrize(
     "make",
     [

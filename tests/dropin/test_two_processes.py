@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.multiprocess.together import run_together
 
 
+@pytest.mark.long
 def test_two_processes_decide_save_delete_and_restore_together(tmp_path: Path) -> None:
     """One process would wait without an end for a step, a barrier or a deletion that the other does not know of."""
     said = run_together("tests.dropin.two_processes", 2, str(tmp_path))

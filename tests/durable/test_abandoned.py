@@ -123,7 +123,11 @@ def _target_of(descriptor: str) -> str:
 
 
 @pytest.mark.parametrize("point", ["_write_part", "_finish"], ids=["before its data", "before its mark"])
-@pytest.mark.parametrize("step", [5, 3], ids=["a number of its own", "the number of a later run's step"])
+@pytest.mark.parametrize(
+    "step",
+    [5, pytest.param(3, marks=pytest.mark.long)],
+    ids=["a number of its own", "the number of a later run's step"],
+)
 def test_stopped_writer_cannot_commit_a_cleaned_attempt(
     root: str, step: int, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ def test_next_attempt_removes_objects_of_a_failed_one(server: BucketServer) -> N
         assert_same(manager.restore(1, args=ocp.args.StandardRestore(abstract(state_of(1)))), state_of(1))  # pyright: ignore[reportCallIssue]
 
 
+@pytest.mark.long
 def test_after_several_failed_saves_old_steps_are_still_pruned(server: BucketServer) -> None:
     """The listing of the first failure would be used at the second: the steps in between would never be removed."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2)

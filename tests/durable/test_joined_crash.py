@@ -42,6 +42,7 @@ def continues_as_the_job() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @needs_strace
 def test_both_processes_write_rows_link_frozen_files_and_are_joined(trace: Trace) -> None:
     """Crash points of a job in which one process writes everything would prove nothing about the joined record."""
@@ -57,6 +58,7 @@ def test_both_processes_write_rows_link_frozen_files_and_are_joined(trace: Trace
     assert turns >= 3, "both in one order"
 
 
+@pytest.mark.long
 @needs_strace
 def test_crash_of_two_processes_keeps_every_promised_step(trace: Trace, tmp_path: Path) -> None:
     """A step would be listed whose sidecars or joined record a power failure has taken, or a promised one be lost."""
@@ -69,6 +71,7 @@ def test_crash_of_two_processes_keeps_every_promised_step(trace: Trace, tmp_path
     assert all(restarts >= 3 for restarts in rows.values()), rows
 
 
+@pytest.mark.long
 @needs_strace
 def test_each_broken_rule_is_found(trace: Trace, tmp_path: Path) -> None:
     """An enumeration that finds nothing wrong in a commit before the sidecars would prove nothing."""

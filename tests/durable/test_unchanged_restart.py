@@ -20,6 +20,7 @@ from ckptkit.durable.cells.unchanged_record import found_again
 from ckptkit.model import paths
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
+from tests.cases import long_except
 from tests.durable.test_unchanged import _own_bytes, _save, _shared, _state
 from tests.durable.test_unchanged_bucket import _received_bytes
 from tests.states import abstract, assert_same
@@ -41,7 +42,8 @@ def _assert_restored(root: str, step: int) -> None:
         assert_same(reader.restore(step, args=args), _state(step))
 
 
-@pytest.mark.parametrize("attempts", [[[0, 1], [2]], pytest.param([[0], [1], [2]], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("attempts", [[[0, 1], [2]], [[0], [1], [2]]])
 def test_one_save_of_a_new_process_writes_what_changed(tmp_path: Path, attempts: list[list[int]]) -> None:
     """A preemptible job that saves once or twice in each attempt would write its frozen base with every step."""
     root = tmp_path / "root"
@@ -120,7 +122,7 @@ def _unchanged(root: Path) -> list[str]:
     return [path.name for path in (root / "1/default/d").iterdir() if path.name.startswith("unchanged.")]
 
 
-@pytest.mark.parametrize("damage", _DAMAGES)
+@pytest.mark.parametrize("damage", long_except(["the mark is missing", "the sidecar is damaged"], _DAMAGES))
 def test_step_that_cannot_be_shared_is_written_whole(tmp_path: Path, damage: str) -> None:
     """A save would fail, or take over bytes that are not those of the state."""
     _run(str(tmp_path), [0, 1])

@@ -112,6 +112,7 @@ def heard() -> Iterator[list[tuple[str, dict[str, Any]]]]:
     monitoring.unregister_scalar_listener(record)
 
 
+@pytest.mark.disk
 def test_events_of_ours_are_told_beside(tmp_path: Path, heard: list[tuple[str, dict[str, Any]]]) -> None:
     """Breaks when a commit to the ramdisk, or the stall of a save, cannot be seen in `jax.monitoring`."""
     events = ckptkit.EventLog()

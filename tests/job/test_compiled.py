@@ -291,6 +291,7 @@ print(program.origin, program(jnp.ones(8))[0])  # and the process ends while the
 """
 
 
+@pytest.mark.long
 def test_changed_source_is_compiled_at_the_next_start(tmp_path: Path) -> None:
     """A person who mends a step would go on with the old one, or lose a start."""
     (tmp_path / "train.py").write_text(SCRIPT)

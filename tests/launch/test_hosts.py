@@ -120,6 +120,7 @@ def test_worker_lost_on_one_host_restarts_all_hosts(agents: Agents) -> None:
     assert not any(is_alive(pid) for pid in second.values())
 
 
+@pytest.mark.long
 def test_lost_agent_is_replaced_by_a_spare_in_its_place(agents: Agents) -> None:
     """A host that dies would stop the job until a person starts it again, or change which host has which share."""
     for rank in range(4):
@@ -150,6 +151,7 @@ def test_job_goes_on_with_fewer_hosts_down_to_the_minimum(agents: Agents) -> Non
     agents.finish()
 
 
+@pytest.mark.long
 def test_other_agents_wait_for_a_first_agent_that_was_killed(agents: Agents) -> None:
     """The loss of the first agent would leave workers that nobody restarts, or end agents that its successor needs."""
     for rank in range(3):
@@ -179,6 +181,7 @@ def test_first_agent_waits_for_its_port() -> None:
         freed.join()
 
 
+@pytest.mark.long
 def test_host_that_is_frozen_is_lost_after_silence(agents: Agents) -> None:
     """A host whose network or kernel hangs would stop the job for as long as TCP waits: minutes."""
     for rank in range(4):

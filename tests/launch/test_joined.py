@@ -16,6 +16,7 @@ import pytest
 
 import ckptkit
 from ckptkit.launch import ExitCode, WarmStart
+from tests.cases import long_except
 from tests.launch.test_launcher import wait_until
 from tests.launch.test_warm import PYTHON, Job, write
 from tests.states import assert_same
@@ -28,7 +29,8 @@ def test_loop_of_the_readme_survives_a_kill_under_run(tmp_path: Path) -> None:
     """A new user's first try of `ckptkit run` would end with its restarts spent, or with other bits."""
     block = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)[0]
     script = write(
-        tmp_path / "loop.py", block.replace("/tmp/", f"{tmp_path}/").replace("/dev/shm/", f"{tmp_path}/ram-")
+        tmp_path / "loop.py",
+        re.sub("/tmp/|/dev/shm/", lambda found: f"{tmp_path}/{'ram-' * ('shm' in found[0])}", block),
     )
     status = tmp_path / "status"
 
@@ -66,7 +68,7 @@ SAVES = {
 }
 
 
-@pytest.mark.parametrize("how", SAVES)
+@pytest.mark.parametrize("how", long_except(["manager"], SAVES))
 def test_worker_that_has_not_joined_is_refused_and_not_restarted(how: str, tmp_path: Path) -> None:
     """Each process would take itself for the job: one overwrites the other's saves, and all restarts are spent."""
     job = Job(
@@ -95,6 +97,7 @@ def test_process_that_a_worker_starts_is_a_job_of_its_own(tmp_path: Path) -> Non
     assert (tmp_path / "tree").is_dir()
 
 
+@pytest.mark.long
 def test_manager_that_only_reads_needs_no_job(tmp_path: Path) -> None:
     """Workers that look at another run's steps would have to form a job for that."""
     code = (

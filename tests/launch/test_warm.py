@@ -278,6 +278,7 @@ UNSAFE = {
 }
 
 
+@pytest.mark.disk
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.long) if kind == "backend" else kind for kind in UNSAFE]
 )
@@ -316,7 +317,7 @@ def test_workers_draw_different_numbers(tmp_path: Path) -> None:
 
 
 def template_pids() -> set[int]:
-    """The templates among this process's children, that of `tests.forked` too; the workers that they fork are others."""
+    """The templates among this process's children, that of `tests.forked` too. The workers that they fork are not."""
     found = set()
     for listing in Path("/proc/self/task").glob("*/children"):
         for child in listing.read_text().split():

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -161,12 +162,15 @@ def test_waiting_save_logs_what_it_waits_for(
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, Path]]:
+def ended() -> Iterator[dict[str, tuple[int, str, Path]]]:
     """How a program ended that did not close its manager, what it wrote, and its directory, by the way it ended."""
-    root = tmp_path_factory.mktemp("ended")
-    command = [sys.executable, "-m", "tests.manager.ending", str(root)]
-    subprocess.run(command, check=True, timeout=120)
-    return {way: (int((root / way / "code").read_text()), (root / way / "err").read_text(), root / way) for way in WAYS}
+    with tempfile.TemporaryDirectory() as name:  # on a disk: a durable root in memory is warned of
+        root = Path(name)
+        command = [sys.executable, "-m", "tests.manager.ending", str(root)]
+        subprocess.run(command, check=True, timeout=120)
+        yield {
+            way: (int((root / way / "code").read_text()), (root / way / "err").read_text(), root / way) for way in WAYS
+        }
 
 
 @pytest.mark.parametrize("way", COMMITTED)

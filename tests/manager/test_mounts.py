@@ -57,6 +57,7 @@ def test_bucket_that_gke_mounts_is_warned_of(tmp_path: Path, caplog: pytest.LogC
     assert sum("fuse" in each.getMessage() for each in caplog.records) == 2
 
 
+@pytest.mark.disk
 def test_tiers_on_the_wrong_mounts_warn_with_the_measured_rate(
     tmp_path: Path, mounts: Mounts, mounted_bucket: MountedBucket, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from optax import contrib
 
 import ckptkit
+from tests.cases import long_except
 
 RATE = 0.01
 
@@ -79,7 +80,9 @@ def bits(tree: Any) -> list[tuple[str, str, bytes]]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", long_except(["muon", "MultiSteps", "adafactor", "clip, schedule, apply_every"], FAMILIES)
+)
 def test_optimizer_state_comes_back_from_every_tier(family: str, tmp_path: Path) -> None:
     """A resumed run would take another step than the one that was interrupted."""
     update, state = make(family)

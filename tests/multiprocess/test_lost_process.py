@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ckptkit import Event, EventLog, Kind
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers, free_port
 from tests.multiprocess.starters import environment
@@ -52,6 +54,7 @@ def test_survivors_of_a_killed_process_exit(tmp_path: Path) -> None:
     assert codes == [-signal.SIGABRT, -signal.SIGKILL, -signal.SIGABRT], error.read_text()[-3000:]
 
 
+@pytest.mark.long
 def test_frozen_process_is_named_and_the_job_restarts() -> None:
     """Breaks when a machine that froze is not noticed, or the survivor that gave up first is taken for the lost one:
     the next launch would leave out the wrong host."""

@@ -52,7 +52,8 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [base / job / writer for job in JOBS for writer in ("ours", "stock")]
 
 
-@pytest.mark.parametrize("job", [job if job == "one" else pytest.param(job, marks=pytest.mark.long) for job in JOBS])
+@pytest.mark.long
+@pytest.mark.parametrize("job", JOBS)
 def test_a_step_restores_on_other_devices(roots: list[Path], job: str) -> None:
     """Nobody could look at a large run's state on a laptop, or go on from a laptop's state in a job."""
     readable = roots if job != "two" else [root for root in roots if root.parent.name != "two"]

@@ -28,6 +28,8 @@ from ckptkit.snapshot.describe import SlotExtent
 from ckptkit.util import disk_file
 from ckptkit.util.disk_file import DiskFile
 
+pytestmark = pytest.mark.disk
+
 PAGE = 4096
 _serial = itertools.count()
 

@@ -17,6 +17,7 @@ from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
 from ckptkit.model.tiers import DURABLE, EverySteps, Tier
 from ckptkit.schedule.decider import Decider
+from tests.cases import long_except
 
 Options = ocp.CheckpointManagerOptions
 
@@ -75,7 +76,7 @@ def orbaxs(root: Path, options: Options, steps: Iterable[int], before: Sequence[
     return decided
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", long_except(["default", "interval and on steps", "function of the distance"], OPTIONS))
 def test_durable_tier_saves_the_same_steps_as_orbax(tmp_path: Path, name: str) -> None:
     """If it failed, swapping the import would change which steps a job finds in its bucket."""
     for number, (steps, before) in enumerate(itertools.product(STEPS, [(), (3, 4)])):

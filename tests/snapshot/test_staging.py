@@ -110,7 +110,7 @@ def test_a_device_copy_does_not_wait_for_the_step_in_flight(tmp_path: Path) -> N
 
     @jax.jit
     def long_step(state: Any) -> Any:
-        return jax.lax.fori_loop(0, 400, lambda _, w: w @ w / 1000, state)
+        return jax.lax.fori_loop(0, 160, lambda _, w: w @ w / 1000, state)
 
     state = {"w": jnp.ones((700, 700))}
     long_step(state["w"]).block_until_ready()

@@ -110,6 +110,7 @@ def test_the_page_s_table_of_guarantees_is_that_of_the_code() -> None:
     assert found == {name: row.lacks for name, row in FILE_SYSTEMS.items()}
 
 
+@pytest.mark.disk
 def test_mounted_tmpfs_is_recognised_below_a_missing_directory(tmp_path: Path, mounts: Mounts) -> None:
     """If it failed, a ramdisk tier that is not made yet would have the properties of the disk above it."""
     there = mounts.small(tmp_path / "small", "1m")

@@ -15,7 +15,8 @@ BUFFERS_BYTES = (
 ) << 20  # in addition to the snapshot: one cell, or the probe of a disk, and what the libraries take
 
 
-@pytest.mark.parametrize("tiers", ["durable", pytest.param("ssd", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tiers", ["durable", "ssd"])
 def test_saves_use_one_snapshot_for_any_number_of_tiers(tiers: str, tmp_path: Path) -> None:
     """A state that fits into a host with one snapshot would be killed by its own checkpoints."""
     command = [sys.executable, "-m", "tests.system.saving_process", tiers, str(tmp_path)]

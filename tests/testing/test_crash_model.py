@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,16 @@ def test_state_is_described_by_its_missing_operations(tmp_path: Path) -> None:
     state = CrashState(count=3, dropped=frozenset({1}), torn=())
     assert files(state.disk(trace), tmp_path / "at") == {"name": b""}
     assert str(state) == "CrashState(count=3, dropped=frozenset({1}), torn=())"
+
+
+@needs_strace
+def test_program_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    """strace alone would die, and the program go on in a directory that the next test uses."""
+    code = "import sys, time, pathlib\nwhile True: pathlib.Path(sys.argv[1], 'tick').touch(); time.sleep(0.01)"
+    root = tmp_path / "run"
+    root.mkdir()
+    with pytest.raises(TraceError, match="did not end within 1 s"):
+        record([sys.executable, "-c", code, str(root)], root, timeout_s=1.0)
+    (root / "tick").unlink(missing_ok=True)
+    time.sleep(0.3)
+    assert not (root / "tick").exists()

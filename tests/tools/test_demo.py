@@ -175,6 +175,7 @@ def workers_in(directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_interrupted_demo_exits_130_and_cleans_up(tmp_path: Path) -> None:
     """Breaks when Ctrl-C in mid-run leaves trainers, or gigabytes in /dev/shm."""
     env = {**os.environ, "CKPTKIT_DEMO_SEED": "99", "PYTHONPATH": str(ROOT)}

@@ -202,6 +202,7 @@ def test_two_processes_return_together(root: Path) -> None:
     assert first == second
 
 
+@pytest.mark.long
 def test_alarm_before_any_save_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run would go on from what is not finite."""
     config = config_of(root, "early")

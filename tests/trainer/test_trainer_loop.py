@@ -171,6 +171,7 @@ def test_wait_for_staging_counts_as_save_time(root: Path, text: str, tmp_path: P
     assert goodput_report([heard]).parts_s[Part.PRODUCTIVE] <= steps_s - 3 * 0.2 + 0.01
 
 
+@pytest.mark.long
 def test_proof_detects_a_different_seed(root: Path, text: str, straight):
     """Equal proofs would mean nothing."""
     train(run_config(root, text, "one", steps=2, seed=1), EventLog())

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import ckptkit
 from ckptkit.cli import main
@@ -63,6 +64,7 @@ def _files(disk: Disk, below: str) -> dict[str, bytes]:
     return {path: disk.content(node) for path, node in disk.tree(below)}
 
 
+@pytest.mark.long
 @needs_strace
 def test_power_failure_keeps_what_has_returned_and_leaves_all_or_nothing(tmp_path: Path) -> None:
     """A name, a sidecar or metadata that is not synced would be lost: the checkpoint with it, or all its digests."""

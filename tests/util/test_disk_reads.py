@@ -16,6 +16,8 @@ from ckptkit.slots.reader import SlotReader
 from ckptkit.util.disk_file import FileReads
 from ckptkit.util.pages import PAGE_BYTES, empty_block, is_cached
 
+pytestmark = pytest.mark.disk
+
 BYTES = (3 << 20) + 1234
 UINT8 = np.dtype(np.uint8)
 

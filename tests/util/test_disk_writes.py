@@ -12,6 +12,8 @@ from ckptkit.util import disk_file
 from ckptkit.util.disk_file import PIECE_BYTES, FileWrites
 from ckptkit.util.pages import PAGE_BYTES, empty_block, is_cached
 
+pytestmark = pytest.mark.disk
+
 SIZE = PIECE_BYTES + (3 << 20) + 123
 UINT8 = np.dtype(np.uint8)
 

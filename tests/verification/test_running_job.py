@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ckptkit
 from ckptkit.store.quarantine import QUARANTINE_DIR
 from tests.verification.conftest import HOST, Job
@@ -13,6 +15,7 @@ from tests.verification.conftest import HOST, Job
 ROUNDS = 6
 
 
+@pytest.mark.long
 def test_scrub_of_a_running_job_finds_nothing(tmp_path: Path) -> None:
     """A scrub from cron would destroy the step that the job is writing, or raise an alarm with every save."""
     job = Job(tmp_path)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +90,8 @@ def record(
 ) -> Trace:
     """Runs `command` and returns what it did below `root`, whose bytes are held in memory some times over.
 
-    Raises `TraceError` where the command fails, or did what cannot be followed: then the trace would be worth nothing.
+    Raises `TraceError` where the command fails, did what cannot be followed, or has not ended after `timeout_s`: then
+    it is killed, with all processes of its session.
     """
     root = root.resolve()
     before = _snapshot(root)
@@ -97,9 +99,9 @@ def record(
     traced = ["strace", "-f", "-qq", "--seccomp-bpf", "-xx", "-s", str(_STRING_BYTES), "-o", str(output)]
     traced += ["-e", f"trace={','.join(CALLS)}", *command]
     try:
-        done = subprocess.run(traced, env=env, capture_output=True, text=True, timeout=timeout_s)
-        if done.returncode:
-            raise TraceError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
+        code, errors = _run(traced, env, timeout_s)
+        if code:
+            raise TraceError(f"{' '.join(command)} ended with code {code}:\n{errors[-2000:]}")
         reader = Reader(root, NOTES_NAME, before)
         with output.open() as lines:
             for line in lines:
@@ -109,6 +111,21 @@ def record(
     trace = Trace(kinds=reader.kinds, before=(*before.effects, *reader.targets), operations=tuple(reader.operations))
     _require_same(root, trace)
     return trace
+
+
+def _run(words: Sequence[str], env: Mapping[str, str] | None, timeout_s: float) -> tuple[int, str]:
+    """Its exit code and what it wrote to stderr. A killed strace leaves the traced processes running: they go too."""
+    with subprocess.Popen(
+        words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TraceError(f"{' '.join(words)} did not end within {timeout_s:g} s") from error
+            raise
+    return process.returncode, errors
 
 
 def notes(trace: Trace) -> list[tuple[int, str]]:

@@ -247,7 +247,9 @@ def test_renamed_item_keeps_its_records(ckpt: Run, striped: Path, tmp_path: Path
     assert read(tmp_path / "again") == read(striped / "default")
 
 
-@pytest.mark.parametrize("starter", ["mpirun", pytest.param("flags", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "starter", [pytest.param("mpirun", marks=pytest.mark.long), pytest.param("flags", marks=pytest.mark.slow)]
+)
 def test_two_processes_write_one_checkpoint(starter: str, striped: Path, tmp_path: Path) -> None:
     """On many hosts each would write all of it, or one the other's."""
     words = [sys.executable, "-m", "ckptkit.cli", "reshard", str(striped), str(tmp_path / "9"), "--mesh", MESH]

@@ -21,6 +21,7 @@ from ckptkit.diagnosis.tuner import explain_checkpoint
 from ckptkit.durable.cells.pieces import Pieces
 from ckptkit.model.durable_profile import Codec
 from ckptkit.testing.bucket import BucketServer
+from tests.cases import long_except
 from tests.states import abstract, make_state
 
 PIECES = DurableProfile(data_file_bytes=1 << 20, in_flight_bytes=1 << 20)
@@ -44,7 +45,7 @@ def args_of(state: Any, *, json: bool) -> Any:
     return ocp.args.Composite(**items, **({"cursor": ocp.args.JsonSave({"at": 3})} if json else {}))  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize("json", [False, True])
+@pytest.mark.parametrize("json", long_except([True], [False, True]))
 @pytest.mark.parametrize("make", [few_large, many_small, make_state])
 def test_save_to_a_disk_costs_what_explain_predicts(tmp_path: Path, make: Any, json: bool) -> None:
     """A quota, or the memory of a container, would be planned on a wrong number."""
@@ -129,7 +130,7 @@ AWKWARD: dict[str, Shapes] = {
 }
 
 
-@pytest.mark.parametrize("compression", [None, "lz4_shuffle"])
+@pytest.mark.parametrize("compression", long_except([None], [None, "lz4_shuffle"]))
 @pytest.mark.parametrize("shapes", AWKWARD.values(), ids=AWKWARD)
 def test_pieces_of_uneven_shapes_are_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: Shapes, compression: Codec | None

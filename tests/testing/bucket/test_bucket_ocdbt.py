@@ -40,7 +40,7 @@ def commit_rounds(server: BucketServer, rounds: int, writes: int = 2) -> None:
 
 
 def test_concurrent_committers_lose_no_write(bucket_env: BucketServer) -> None:
-    commit_rounds(bucket_env, rounds=10)
+    commit_rounds(bucket_env, rounds=4)
 
 
 @pytest.mark.slow
