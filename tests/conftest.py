@@ -68,6 +68,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.enable()
         gc.collect()
+        gc.freeze()
 
 
 def _last_lines(text: str, lines: int = 40, columns: int = 300) -> str:

@@ -173,15 +173,18 @@ def test_damaged_ckptkit_metadata_is_reported(ckpt: Run, mine: Ours, name: str) 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "root/3/state/_METADATA",
-        "root/3/state/_sharding",
-        "root/3/state/array_metadatas/process_0",
-        "root/3/state/manifest.ocdbt",
-        "root/3/metrics/metrics",
-        "files/_METADATA",
-        "files/w/.zarray",
-    ],
+    long_except(
+        ["root/3/state/_METADATA", "root/3/state/manifest.ocdbt", "files/w/.zarray"],
+        [
+            "root/3/state/_METADATA",
+            "root/3/state/_sharding",
+            "root/3/state/array_metadatas/process_0",
+            "root/3/state/manifest.ocdbt",
+            "root/3/metrics/metrics",
+            "files/_METADATA",
+            "files/w/.zarray",
+        ],
+    ),
 )
 def test_damaged_orbax_metadata_is_reported(ckpt: Run, stock: Path, tmp_path: Path, name: str) -> None:
     """A torn or hostile file of stock Orbax would end in a traceback, or be shown as a good checkpoint."""

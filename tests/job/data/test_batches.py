@@ -85,7 +85,9 @@ def take(processes: Sequence[ElasticBatches], steps: int | None) -> list[list[An
     return taken
 
 
-@pytest.mark.parametrize("batch", [12, 8])  # 8 rows do not split evenly over 3 processes
+@pytest.mark.parametrize(
+    "batch", [pytest.param(12, marks=pytest.mark.long), 8]
+)  # 8 rows do not split evenly over 3 processes
 @pytest.mark.parametrize("source", long_except(["streams", "DataLoader that filters"], SOURCES))
 def test_each_record_is_taken_once_per_epoch_by_4_3_2_4_processes(source: str, batch: int) -> None:
     """A job that lost a host would train on some records twice, and on others never."""
