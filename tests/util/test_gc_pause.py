@@ -5,10 +5,20 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from ckptkit.util.gc_pause import collection_paused, old_afterwards
+
+
+@pytest.fixture(autouse=True)
+def unfrozen() -> Iterator[None]:
+    """`tests/conftest.py` freezes what collection has made, and a caller's frozen objects stay so."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 class Cycle:
