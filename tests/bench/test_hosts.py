@@ -74,6 +74,7 @@ def ran(home: Path, kills: int, until: int) -> tuple[dict[tuple[str, int], set[s
     return digests_of(home), reached
 
 
+@pytest.mark.disk
 @pytest.mark.long
 def test_spare_goes_on_from_peer_copies_with_the_same_bits(tmp_path: Path) -> None:
     """A spare would take another share, or an older one, and the job end as another training."""

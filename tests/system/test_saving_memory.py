@@ -15,6 +15,7 @@ BUFFERS_BYTES = (
 ) << 20  # in addition to the snapshot: one cell, or the probe of a disk, and what the libraries take
 
 
+@pytest.mark.disk
 @pytest.mark.long
 @pytest.mark.parametrize("tiers", ["durable", "ssd"])
 def test_saves_use_one_snapshot_for_any_number_of_tiers(tiers: str, tmp_path: Path) -> None:
