@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,3 +200,13 @@ def test_metric_is_worked_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["/ram"]
     assert one_by_one == metrics.samples()
     assert metrics.samples(100.0) != metrics.samples()  # as of then
+
+
+def test_page_lists_every_metric() -> None:
+    """Whoever writes an alert would not know of a metric, or take a name that no longer exists."""
+    page = (Path(__file__).parents[3] / "docs/DASHBOARDS.md").read_text()
+    for each in METRICS:
+        labels = ", ".join(f"`{name}`" for name in each.labels)
+        assert f"| `{each.name}` | {each.kind} | {labels} | {each.about.rstrip('.')} |" in page
+    named = set(re.findall(r"^\| `(ckptkit_\w+)` \|", page, re.MULTILINE))
+    assert named == {each.name for each in METRICS}
