@@ -203,7 +203,7 @@ def test_metric_is_worked_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_page_lists_every_metric() -> None:
-    """Whoever writes an alert would not know of a metric, or take a name that no longer exists."""
+    """An alert would have a name that no longer exists, and nobody would know of a new metric."""
     page = (Path(__file__).parents[3] / "docs/DASHBOARDS.md").read_text()
     for each in METRICS:
         labels = ", ".join(f"`{name}`" for name in each.labels)
