@@ -100,8 +100,10 @@ def test_forked_script_and_module_see_what_a_cold_start_gives(tmp_path: Path, mo
 def test_modules_are_imported_once_for_all_workers(tmp_path: Path) -> None:
     """Every restart would pay for the imports again, which is what a template is for."""
     write(tmp_path / "heavy.py", "import os\nHERE = os.getpid()")
+    # One write for a line: the first worker to exit with 3 ends the others, in the middle of a line too.
     script = write(
-        tmp_path / "s.py", "import heavy, os, sys\nprint(heavy.HERE, os.getppid())\nsys.exit(3 * (sys.argv[1] == '0'))"
+        tmp_path / "s.py",
+        "import heavy, os, sys\nprint(f'{heavy.HERE} {os.getppid()}')\nsys.exit(3 * (sys.argv[1] == '0'))",
     )
     job = Job([PYTHON, script, "{attempt}"], processes=3, warm=WarmStart(preload=("heavy",)))
     assert job.run() == ExitCode.OK
