@@ -145,7 +145,7 @@ def test_slow_bucket_gets_compression_if_it_saves_enough(
             assert reason == "compression stays off: none of the codecs saves a fiftieth of what it would encode"
             return
         assert f"compression {found.profile.compression} is taken: it stores 0." in reason
-        assert len(found.compressions) == 4
+        assert (found.profile.copied_bytes, len(found.compressions)) == (256 << 10, 4)
         with ckptkit.CheckpointManager("gs://runs/run", durable=found.profile) as manager:
             state = {"w": jnp.arange(1 << 18).reshape(512, 512) % 50}
             manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
@@ -166,6 +166,15 @@ def test_fast_disk_gets_no_compression(saved: Path) -> None:
 
 def trial(write: float, read: float = 100.0, **knobs: Any) -> Trial:
     return Trial(profile=dataclasses.replace(DurableProfile(), **knobs), write_bytes_per_s=write, read_bytes_per_s=read)
+
+
+def test_compression_keeps_the_size_above_which_leaves_are_compressed() -> None:
+    """A larger one, chosen on its own, would leave uncompressed what the compression was proposed for."""
+    larger = trial(200.0, copied_bytes=2 << 20)
+    profile, reasons = propose([trial(100.0), larger, trial(150.0, compression="zstd")])
+    assert profile == DurableProfile(compression="zstd")
+    assert f"copied_bytes stays at {256 << 10}: smaller leaves are not compressed" in reasons
+    assert propose([trial(100.0), larger])[0] == DurableProfile(copied_bytes=2 << 20)
 
 
 def test_small_gains_are_not_proposed() -> None:

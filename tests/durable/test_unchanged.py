@@ -23,6 +23,7 @@ from ckptkit.durable.write_step import StepWriter
 from ckptkit.model.boxes import Box
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, SaveId
+from tests.cases import long_except
 from tests.durable.stock import linked_alone, restored_alone
 from tests.durable.test_write_step import Meeting
 from tests.states import abstract, assert_same
@@ -58,9 +59,7 @@ def _own_bytes(step: Path) -> int:
     return sum(p.stat().st_size for p in step.rglob("*") if p.is_file() and p.stat().st_nlink == 1)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "pieces" else pytest.param(name, marks=pytest.mark.long) for name in _PROFILES]
-)
+@pytest.mark.parametrize("name", long_except(["pieces"], _PROFILES))
 def test_stock_orbax_restores_a_sharing_step_alone(tmp_path: Path, name: str) -> None:
     """A step that needs files of a deleted step is lost with it."""
     root, alone = tmp_path / "root", tmp_path / "alone"

@@ -20,6 +20,7 @@ import pytest
 from ckptkit.launch import ExitCode, HangPolicy, Hooks, Launcher, RestartPolicy, WarmStart, Workers, host
 from ckptkit.launch.command import leading_imports, python_command
 from ckptkit.launch.standby import Standby
+from tests.cases import long_except
 from tests.launch.test_launcher import is_alive, wait_until
 
 PYTHON = sys.executable
@@ -281,9 +282,7 @@ UNSAFE = {
 
 
 @pytest.mark.disk
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind == "backend" else kind for kind in UNSAFE]
-)
+@pytest.mark.parametrize("kind", long_except(set(UNSAFE) - {"backend"}, UNSAFE))
 def test_process_that_is_not_safe_to_fork_is_not_forked(kind: str, tmp_path: Path) -> None:
     """Workers would share a lock, a connection, a file's position or a device, and hang or write over another."""
     code, reason = UNSAFE[kind]

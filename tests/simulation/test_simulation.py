@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 
+from tests.cases import long_except
 from tests.simulation import MUTATIONS, Plan, failures, mutated, run_plan, shrunk
 from tests.simulation.scheduler import PENDING, Scheduler, Violation
 
@@ -25,9 +26,7 @@ def test_protocol_holds_in_a_thousand_seeds(first: int, seeds: int) -> None:
     assert found is None, str(shrunk(found)) if found is not None else ""
 
 
-@pytest.mark.parametrize(
-    "mutation", [pytest.param(each, marks=pytest.mark.long) if each == "C5" else each for each in MUTATIONS]
-)
+@pytest.mark.parametrize("mutation", long_except(set(MUTATIONS) - {"C5"}, MUTATIONS))
 def test_simulator_finds_a_fault_that_is_put_back(mutation: str) -> None:
     """If it failed, the simulator would pass whatever the protocol does."""
     with mutated(mutation):

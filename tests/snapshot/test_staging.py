@@ -105,12 +105,13 @@ def test_donated_state_raises_and_step_can_be_saved_again(tmp_path: Path) -> Non
             assert_same(manager.restore(step), state)
 
 
+@pytest.mark.long
 def test_a_device_copy_does_not_wait_for_the_step_in_flight(tmp_path: Path) -> None:
     """A save would hold the loop for a whole step, on every accelerator."""
 
     @jax.jit
     def long_step(state: Any) -> Any:
-        return jax.lax.fori_loop(0, 160, lambda _, w: w @ w / 1000, state)
+        return jax.lax.fori_loop(0, 400, lambda _, w: w @ w / 1000, state)
 
     state = {"w": jnp.ones((700, 700))}
     long_step(state["w"]).block_until_ready()

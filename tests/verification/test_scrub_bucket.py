@@ -226,6 +226,7 @@ class Died(BaseException):
     ("how", "stride"),
     [
         ("data gone", 27),
+        pytest.param("data gone", 9, marks=pytest.mark.long),
         pytest.param("data gone", 1, marks=pytest.mark.slow),
         pytest.param("sidecar gone", 1, marks=pytest.mark.slow),
     ],

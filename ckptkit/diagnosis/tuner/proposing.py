@@ -168,11 +168,15 @@ def measure(plan: TunePlan, *, progress: TrialProgress = lambda said: None) -> P
 
 def propose(trials: Sequence[Trial]) -> tuple[DurableProfile, list[str]]:
     """The profile that follows from the trials; the first trial is the default. Each knob gets the value with the best
-    rate that is not slower in the other direction, if the gain is large enough."""
+    rate that is not slower in the other direction, if the gain is large enough. With a compression, `copied_bytes`
+    stays the default's: leaves below it are never encoded, and the compression was measured with it."""
     base = trials[0]
     chosen: dict[str, Any] = {}
     reasons = []
-    for knob in ("data_file_bytes", "write_concurrency", "copied_bytes", "read_ahead_bytes", "compression"):
+    for knob in ("compression", "data_file_bytes", "write_concurrency", "copied_bytes", "read_ahead_bytes"):
+        if knob == "copied_bytes" and "compression" in chosen:
+            reasons.append(f"{knob} stays at {base.profile.copied_bytes}: smaller leaves are not compressed")
+            continue
         reads = knob == "read_ahead_bytes"  # nothing of it is in a save
         varied = [trial for trial in trials[1:] if getattr(trial.profile, knob) != getattr(base.profile, knob)]
         fit = [trial for trial in varied if _rates(trial, reads)[1] * _WORTH >= _rates(base, reads)[1]]

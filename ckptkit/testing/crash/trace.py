@@ -106,6 +106,8 @@ def record(
         with output.open() as lines:
             for line in lines:
                 reader.feed(line)
+    except subprocess.TimeoutExpired as error:
+        raise TraceError(f"{' '.join(command)} did not end within {timeout_s:g} s") from error
     finally:
         output.unlink(missing_ok=True)
     trace = Trace(kinds=reader.kinds, before=(*before.effects, *reader.targets), operations=tuple(reader.operations))
@@ -120,10 +122,8 @@ def _run(words: Sequence[str], env: Mapping[str, str] | None, timeout_s: float) 
     ) as process:
         try:
             _, errors = process.communicate(timeout=timeout_s)
-        except BaseException as error:
+        except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise TraceError(f"{' '.join(words)} did not end within {timeout_s:g} s") from error
             raise
     return process.returncode, errors
 

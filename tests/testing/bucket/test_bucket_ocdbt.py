@@ -39,8 +39,9 @@ def commit_rounds(server: BucketServer, rounds: int, writes: int = 2) -> None:
     assert len(refused) > rounds, "the committers have to have met"
 
 
-def test_concurrent_committers_lose_no_write(bucket_env: BucketServer) -> None:
-    commit_rounds(bucket_env, rounds=4)
+@pytest.mark.parametrize("rounds", [4, pytest.param(10, marks=pytest.mark.long)])
+def test_concurrent_committers_lose_no_write(bucket_env: BucketServer, rounds: int) -> None:
+    commit_rounds(bucket_env, rounds)
 
 
 @pytest.mark.slow
