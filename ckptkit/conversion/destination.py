@@ -202,16 +202,17 @@ class Destination:
                     error.filename = error.filename or made.name  # a full disk, of which a descriptor has no name
                     raise
             return
-        with tempfile.NamedTemporaryFile(prefix="ckptkit-") as made:
+        with tempfile.TemporaryFile() as made:  # it has no name, so nothing is left of it after a kill
             yield made
             made.flush()
+            path = f"/proc/self/fd/{made.fileno()}"
             if name is None:
-                RemoteStore(self._above).put_file(self._name, made.name)
+                RemoteStore(self._above).put_file(self._name, path)
                 return
-            noted = {name: Noted(size=os.path.getsize(made.name), digest=_digest_of_file(made.name))}
+            noted = {name: Noted(size=os.path.getsize(path), digest=_digest_of_file(path))}
             self.journal.note(noted)
             store = RemoteStore(self.url)
-            store.put_file(name, made.name)
+            store.put_file(name, path)
             self._note_versions(store, noted)
 
     @contextmanager

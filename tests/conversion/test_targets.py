@@ -27,7 +27,7 @@ SMALL = ("--memory", "64KiB", "--shard-size", "33KiB")
 
 # Each target is made by a child that kills itself at one of its puts: before it where the number is odd, else after.
 _KILLED = """
-import itertools, os, signal, sys
+import itertools, os, signal, sys, tempfile
 from ckptkit.cli import main
 from ckptkit.store.local import LocalStore
 from ckptkit.store.remote import RemoteStore
@@ -46,7 +46,7 @@ def dies_at(stop):
         owner.put = dying(owner.put)
     RemoteStore.put_file = dying(RemoteStore.put_file)
 
-source, above, to, *stops = sys.argv[1:]
+source, above, to, tempfile.tempdir, *stops = sys.argv[1:]
 for stop in stops:
     child = os.fork()
     if not child:
@@ -76,11 +76,14 @@ def test_killed_conversion_is_resumed_or_begun_anew(
     """After `kill -9` at any write, leavings would be taken for foreign files, or a part of the bytes be lost."""
     source = writers.by_safetensors(tmp_path / "a.safetensors", TREE)
     above = "gs://runs/made" if where == "bucket" else str(tmp_path / "made")
-    (tmp_path / "made").mkdir()
+    temporary = tmp_path / "temporary"
+    for directory in (tmp_path / "made", temporary):
+        directory.mkdir()
     stops = [1, 2, 5, 6, 9, 10] if to == "orbax" else [1, 3, 4, 6, 7]
-    command = [sys.executable, "-c", _KILLED, str(source), above, to, *map(str, stops)]
+    command = [sys.executable, "-c", _KILLED, str(source), above, to, str(temporary), *map(str, stops)]
     done = run_forked(command, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert not list(temporary.iterdir()), "a model's file for each kill"
     for stop in stops:
         target = f"{above}/t{stop}"
         assert ckpt("convert", source, target, "--to", to, *SMALL, *["--resume"] * (stop % 3 > 0)).code == 0
