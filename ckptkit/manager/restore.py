@@ -243,6 +243,7 @@ class Resumer:
                 *(restored.save_id.step, _shown(rejected)),
                 f". To repair them first: `{repair}`" if any(each.is_damage for each in rejected) else "",
             )
+        self._warn_of_newer(restored.save_id.step)
         if DURABLE in restored.damaged:
             _log.warning(
                 "restore: step %d is damaged in the durable tier, and other copies replaced what is damaged. Repair it "
@@ -250,6 +251,20 @@ class Resumer:
                 *(restored.save_id.step, repair),
             )
         return self._given(restored, rejected, began, self._components.storage.durable.directory)
+
+    def _warn_of_newer(self, step: int) -> None:
+        """The newer steps that the next save abandons though nothing is wrong with them: the caller chose `step`."""
+        if self._settings.options.read_only or self._components.job.coordinator.process > 0:
+            return
+        rejected = {each.save_id for each in self._restorer.rejected}
+        newer = [each.step for each in self._components.history.ledger.passed_over() if each.save_id not in rejected]
+        if newer:
+            _log.warning(
+                "restore: the run continues from step %d, which is not the newest. The next save abandons newer steps: %s. "
+                "Then no restart takes them, and the keep policies delete those that `ckptkit pin %s STEP` does not keep. "
+                "To only look at a step, open a manager with read_only=True",
+                *(step, _newest_first(newer), self._components.storage.durable.url),
+            )
 
     def _given(self, restored: Restored, rejected: Sequence[Rejection], began: Began, directory: Any) -> Any:
         """The restored items, as Orbax would return them."""
@@ -301,7 +316,7 @@ def restore_first(
 
 def _damaged(step: int, rejected: Sequence[Rejection], others: Sequence[int], url: str) -> CorruptCheckpointError:
     """The error for a damaged step that was asked for by its number."""
-    named = ", ".join(map(str, sorted(others, reverse=True)[:_NAMED_MAX])) or "none"
+    named = _newest_first(others) or "none"
     return CorruptCheckpointError(
         f"step {step} of {url} is damaged:\n"
         + "".join(f"  {each}\n" for each in rejected)
@@ -310,6 +325,11 @@ def _damaged(step: int, rejected: Sequence[Rejection], others: Sequence[int], ur
         step=step,
         path=url,
     )
+
+
+def _newest_first(steps: Iterable[int]) -> str:
+    found = sorted(set(steps), reverse=True)
+    return ", ".join(map(str, found[:_NAMED_MAX])) + f" and {len(found) - _NAMED_MAX} older" * (len(found) > _NAMED_MAX)
 
 
 def _shown(rejected: Sequence[Rejection]) -> str:

@@ -192,6 +192,10 @@ class Ledger:
             return restored.step  # another job's save, that was not there yet when the tiers were listed
         return came[-1].step if came else None
 
+    def passed_over(self) -> list[StepRecord]:
+        """The saves that are newer than the restored one, oldest first: the next save abandons them."""
+        return [record for record in self.records() if record.save_id in self._passed_over]
+
     def _visible(self) -> list[StepRecord]:
         with self._lock:
             return self._visible_now()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.cli import main
 from tests.manager.runs import Run, restored_step
 from tests.states import assert_same, make_state, save_args
 
@@ -29,6 +30,27 @@ def test_rollback_persists_across_restarts(run: Run) -> None:
         assert manager.save(20, args=save_args(make_state(21), 20))  # replaces the abandoned step of that number
         manager.wait_until_finished()
         assert_same(manager.restore(20)["state"], make_state(21))
+
+
+def test_restore_of_an_older_step_names_the_newer_ones_before_they_are_lost(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody who only looks at an older step would lose the newer ones at the next save, and not know it."""
+    run.save_steps(range(10, 41, 10), save_every=1)
+    with run.manager(save_every=1, max_to_keep=10) as manager:
+        manager.restore(None)
+        manager.restore(40)
+        assert "not the newest" not in caplog.text
+        manager.restore(20)
+        assert "from step 20, which is not the newest." in caplog.text
+        assert "abandons newer steps: 40, 30. Then" in caplog.text
+        assert main(["pin", str(run.durable), "30"]) == 0
+        caplog.clear()
+        assert manager.save(41, args=save_args(make_state(41), 41))
+        assert manager.all_steps() == [10, 20, 41]
+        manager.restore(41)
+        assert "not the newest" not in caplog.text
+    assert durable_steps(run) == {"10", "20", "30", "41"}
 
 
 def test_listing_or_deletion_does_not_undo_a_rollback(run: Run) -> None:

@@ -33,7 +33,11 @@ class Metric(NamedTuple):
 
 
 METRICS = (
-    Metric("ckptkit_saves_staged_total", "counter", "Saves that were copied, after which the step loop went on."),
+    Metric(
+        "ckptkit_saves_staged_total",
+        "counter",
+        "Saves whose copy out of the devices was finished, so that the step loop went on.",
+    ),
     Metric("ckptkit_commits_total", "counter", "Saves that a tier holds on all processes.", ("tier",)),
     Metric("ckptkit_commit_bytes_total", "counter", "Bytes of this process in committed saves.", ("tier",)),
     Metric("ckptkit_saves_skipped_total", "counter", "Saves that were left out of a tier.", ("tier", "policy")),
@@ -41,25 +45,37 @@ METRICS = (
     Metric("ckptkit_saves_retried_total", "counter", "Saves that were tried again.", ("tier",)),
     Metric("ckptkit_restores_total", "counter", "Restores."),
     Metric("ckptkit_restored_bytes_total", "counter", "Bytes that restores of this process read.", ("tier",)),
-    Metric("ckptkit_restores_rejected_total", "counter", "Candidates and sources that were rejected.", ("tier",)),
-    Metric("ckptkit_replica_differences_total", "counter", "Boxes of which data replicas hold different bits."),
-    Metric("ckptkit_steps_total", "counter", "Steps: spans of the loop, or steps that its calls tell of."),
+    Metric(
+        "ckptkit_restores_rejected_total", "counter", "Saves, and copies of them, that a restore refused.", ("tier",)
+    ),
+    Metric(
+        "ckptkit_replica_differences_total",
+        "counter",
+        "Parts of arrays whose copies on the data replicas hold different bits.",
+    ),
+    Metric(
+        "ckptkit_steps_total",
+        "counter",
+        "Steps: from the loop's step spans, or else from the steps in its calls of the manager.",
+    ),
     Metric("ckptkit_span_seconds_total", "counter", "Seconds in spans of the loop and the manager.", ("span",)),
     Metric("ckptkit_save_stall_seconds", "histogram", "How long a save held the step loop.", (), _STALL_S),
     Metric("ckptkit_commit_seconds", "histogram", "From the copy to the commit.", ("tier",), _LONG_S),
     Metric("ckptkit_restore_seconds", "histogram", "How long a restore took.", (), _LONG_S),
-    Metric("ckptkit_tier_degraded", "gauge", "1 while a tier takes no saves, else 0.", ("tier",)),
+    Metric(
+        "ckptkit_tier_degraded", "gauge", "1 while saves to a tier fail and it takes no new ones, else 0.", ("tier",)
+    ),
     Metric("ckptkit_last_commit_timestamp_seconds", "gauge", "When the last save was committed.", ("tier",)),
     Metric("ckptkit_last_committed_step", "gauge", "The step of the last committed save.", ("tier",)),
-    Metric("ckptkit_commit_interval_seconds", "gauge", "Median time between the last commits.", ("tier",)),
+    Metric("ckptkit_commit_interval_seconds", "gauge", "Median time between the last eight commits.", ("tier",)),
     Metric("ckptkit_tier_used_ratio", "gauge", "Share of the file system of a fast tier that is in use.", ("tier",)),
     Metric("ckptkit_step", "gauge", "The last step that the loop was seen at."),
     Metric("ckptkit_attempt", "gauge", "The number of this start of the run."),
-    Metric("ckptkit_start_timestamp_seconds", "gauge", "When this process began its log."),
+    Metric("ckptkit_start_timestamp_seconds", "gauge", "When the process that serves began its log."),
     Metric(
         "ckptkit_goodput_estimate_ratio",
         "gauge",
-        "Share of the time since the start that was spent neither before the first step nor in spans of badput.",
+        "Share of the time since this start that was not before the first step, nor in spans other than steps.",
     ),
 )
 # The counters of each tier, and the spans of the manager's own, that are there from the start.

@@ -75,6 +75,14 @@ def test_dashboard_and_alerts_query_only_metrics_that_exist() -> None:
         assert names_in(expression) <= served_names(), expression
 
 
+def test_dashboard_counts_the_saves_of_a_job_once() -> None:
+    """Breaks when a job of 64 processes that all serve shows each commit 64 times."""
+    own = {"ckptkit_commit_bytes_total", "ckptkit_restored_bytes_total"}  # of the process that serves
+    summed = [each for each in dashboard() if each.startswith("sum ") and not names_in(each) & own]
+    assert len(summed) == 4
+    assert all('process="0"' in each for each in summed)
+
+
 def test_every_alert_has_a_runbook_line() -> None:
     """Breaks when somebody is woken by an alert without advice."""
     text = (DEPLOY / "prometheus-rules.yaml").read_text()
