@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -260,9 +260,9 @@ class Resumer:
         newer = [each.step for each in self._components.history.ledger.passed_over() if each.save_id not in rejected]
         if newer:
             _log.warning(
-                "restore: the run continues from step %d, which is not the newest. The next save abandons newer steps: %s. "
-                "Then no restart takes them, and the keep policies delete those that `ckptkit pin %s STEP` does not keep. "
-                "To only look at a step, open a manager with read_only=True",
+                "restore: the run continues from step %d, which is not the newest. The next save abandons newer steps: "
+                "%s. Then no restart takes them, and the keep policies delete those that `ckptkit pin %s STEP` does "
+                "not keep. To only look at a step, open a manager with read_only=True",
                 *(step, _newest_first(newer), self._components.storage.durable.url),
             )
 
