@@ -167,7 +167,7 @@ def ended() -> Iterator[dict[str, tuple[int, str, Path]]]:
     with tempfile.TemporaryDirectory() as name:  # on a disk: a durable root in memory is warned of
         root = Path(name)
         command = [sys.executable, "-m", "tests.manager.ending", str(root)]
-        subprocess.run(command, check=True, timeout=120)
+        subprocess.run(command, check=True, timeout=400)
         yield {
             way: (int((root / way / "code").read_text()), (root / way / "err").read_text(), root / way) for way in WAYS
         }
