@@ -120,7 +120,7 @@ def _others() -> str:
 @click.option("--contender", "asked", multiple=True, help="Only these, instead of all; repeatable.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every sample, as JSON.")
 @click.option("--ramdisk", default="/dev/shm", show_default=True, help="A memory-backed mount, for everybody.")
-@click.option("--disk", default=tempfile.gettempdir(), show_default=True, help="A directory on a disk, for `commit` and `durable`.")
+@click.option("--disk", default=tempfile.gettempdir(), show_default=True, help="On a disk, for `commit`, `durable`.")
 @click.option("--place", type=click.Choice(["disk", "bucket"]), help="`durable` there alone, instead of both.")
 @click.option("--scale", type=float, default=1.0, hidden=True, help="Shrinks states and loops: for tests.")
 def main(

@@ -189,7 +189,7 @@ def test_two_readers_share_the_bandwidth(server: BucketServer, http: Http) -> No
         threading.Thread(target=lambda: seconds.append(timed(lambda: Http(server.url).read("name")))) for _ in range(2)
     ]
     together_s = timed(lambda: run_all(readers))
-    # 1 MB at 4 MB/s; two readers take twice as long, and neither has all of it until it ends: that one would take 0.25 s.
+    # 1 MB at 4 MB/s; two readers take twice as long, and neither has all of it first: it would take 0.25 s.
     assert alone_s >= 0.24
     assert together_s >= 0.49
     assert min(seconds) >= 0.4
