@@ -247,6 +247,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         where a template or `restore_args` have another dtype. `certified`: the newest step that a replay came to
         (`ckptkit.replay(record=True)`), for `step=None`; a damaged one is skipped for the next older.
 
+        The run continues from the restored step. If it is not the newest one, a WARNING names the newer steps: the next
+        save abandons them. A manager with Orbax's option `read_only` only looks.
+
         `trusted` is the file of a public key. Only a step that its owner signed (`ckptkit sign`) is restored, from the
         durable tier alone, and every cell is compared with the signed SHA-256. Other steps are rejected with
         `UntrustedStepError`; so is an item that only Orbax reads. Raises `SigningKeyError` for a key that cannot be
