@@ -120,6 +120,28 @@ def test_alert_fires_when_durable_commits_stay_out(
     series = {f"ckptkit_start_timestamp_seconds{{{LABELS}}}": "0x400"}
     series |= {f"ckptkit_last_commit_timestamp_seconds{{{DURABLE}}}": commits} if commits else {}
     series |= {f"ckptkit_commit_interval_seconds{{{DURABLE}}}": interval} if interval else {}
+    assert_fires(tmp_path, series, minutes, fires)
+
+
+@needs_prometheus
+@pytest.mark.parametrize(
+    ("attempts", "minutes", "fires"),
+    [
+        pytest.param("0x100", 90, "", id="one start"),
+        pytest.param("0x20 1x40 2x100", 90, "", id="two restarts"),
+        pytest.param("0x10 _x5 1x5 _x5 2x5 _x5 3x100", 40, "CkptkitRestarts", id="three, with gaps"),
+        pytest.param("0x10 1x5 2x5 3x200", 150, "", id="an hour later"),
+    ],
+)
+def test_alert_fires_when_a_run_restarts_again_and_again(
+    tmp_path: Path, attempts: str, minutes: int, fires: str
+) -> None:
+    """A job that dies before its first commit has no series that is old enough for the other alerts."""
+    assert_fires(tmp_path, {f"ckptkit_attempt{{{LABELS}}}": attempts}, minutes, fires)
+
+
+def assert_fires(tmp_path: Path, series: dict[str, str], minutes: int, fires: str) -> None:
+    """The alert `fires`, or none, after some minutes of these series."""
     firing = 'group by (alertname) (ALERTS{alertstate="firing"})'
     found = [{"labels": f'{{alertname="{fires}"}}', "value": 1}] if fires else []
     case = {
