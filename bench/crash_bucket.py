@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, final
 
 import fsspec
-import gcsfs
 
 from bench.crash_judge import compare, still_kept
 from bench.crash_oracle import Promises, Save, promised, repair, restart
+from ckptkit.store.remote import forget_listings
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.testing.bucket.conditions import Preconditions
 from ckptkit.testing.bucket.listing import ListQuery
@@ -108,7 +108,7 @@ class Replayed:
 
     def set_to(self, state: State) -> None:
         """Makes the bucket hold these objects and nothing else."""
-        _forget_listings()
+        forget_listings(f"gs://{BUCKET}")
         found = {path.partition("/")[2]: path for path in self._fs.find(BUCKET)}
         for name in sorted(set(found) - set(state)):
             self._fs.rm_file(found[name])
@@ -116,7 +116,7 @@ class Replayed:
         for name, data in state.items():
             if there.get(name) != data:
                 self._fs.pipe_file(f"{BUCKET}/{name}", data)
-        _forget_listings()
+        forget_listings(f"gs://{BUCKET}")
 
 
 @final
@@ -164,12 +164,6 @@ class BucketJudge:
             [] if found.right and found.save == newest else [f"after the next repair there is {found}, not {newest}"]
         )
         return wrong, 2
-
-
-def _forget_listings() -> None:
-    """This process's cached state of the bucket: the restarting process has none."""
-    for each in gcsfs.GCSFileSystem._cache.values():  # every instance, Orbax's too
-        each.invalidate_cache()
 
 
 def label(request: str, scene: str) -> str:
