@@ -110,7 +110,7 @@ def test_thousand_processes_are_gathered_in_few_requests(monkeypatch: pytest.Mon
         job.service.key_value_set(meeting._place_of("ckptkit/0/x/0", process), str(process))
     threading.Timer(0.2, lambda: job.service.key_value_set(meeting._place_of("ckptkit/0/x/0", 700), "700")).start()
     assert gather(job.processes[0], "x", 0, timeout_s=30) == list(range(1000))
-    assert job.service.listings == 3
+    assert job.service.listings <= 3
     job.service.gone = set(range(400, 1000))
     for process in range(1, 400):
         job.service.key_value_set(meeting._place_of("ckptkit/0/x/1", process), "0")

@@ -149,7 +149,7 @@ def test_waiting_save_logs_what_it_waits_for(
         save = manager._durable.save
         monkeypatch.setattr(manager._durable, "save", lambda *args, **words: gate.wait(30) and save(*args, **words))
         manager.save(0, args=save_args(0))
-        threading.Timer(0.3, gate.set).start()
+        threading.Timer(1.0, gate.set).start()
         with caplog.at_level(logging.WARNING, "ckptkit"):
             manager.save(1, args=save_args(1))
     lines = [record.getMessage() for record in caplog.records if "previous save" in record.getMessage()]

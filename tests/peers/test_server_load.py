@@ -51,7 +51,10 @@ def test_connections_beyond_the_limit_are_closed(share_index: ShareIndex) -> Non
     server = PeerServer(share_index, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
     try:
         opened = [say(server.address, "", read=False) for _ in range(3)]
-        time.sleep(0.2)  # the server has seen them
+        deadline_s = time.monotonic() + 60
+        while sum(each.transport is not None for each in server._web.connections) < 3:
+            assert time.monotonic() < deadline_s, "the server does not see them"
+            time.sleep(0.01)
         opened += [say(server.address, "", read=False) for _ in range(3)]
         for connection in opened[:3]:  # the oldest give way
             assert isinstance(connection, socket.socket)

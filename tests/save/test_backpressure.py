@@ -155,7 +155,7 @@ def test_durable_save_waits_for_the_last_and_reports_the_time(tmp_path: Path) ->
     with job.manager:
         job.save(10)
         assert gate.reached.wait(10)
-        threading.Timer(0.4, gate.open).start()
+        threading.Timer(1.0, gate.open).start()
         job.save(20)
         job.manager.wait_until_finished()
         assert job.steps("durable") == [10, 20]
