@@ -19,7 +19,7 @@ def pictured(page: Path, profile: Path, *, dark: bool = False) -> Path:
     words += " --disable-component-update --disable-sync --hide-scrollbars --window-size=1200,800"
     words += " --blink-settings=preferredColorScheme=0" * dark
     command = [str(CHROMIUM), *words.split(), f"--screenshot={picture}", f"--user-data-dir={profile}", page.as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=400)
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     return picture
 
 
@@ -28,7 +28,7 @@ def in_browser(page: Path, profile: Path) -> tuple[str, str]:
     words = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
     words += " --disable-component-update --disable-sync --enable-logging=stderr --v=0 --dump-dom"
     command = [str(CHROMIUM), *words.split(), f"--user-data-dir={profile}", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -42,5 +42,5 @@ def overflow_in_browser(page: Path, profile: Path, *, width: int) -> int:
     words = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
     words += " --disable-component-update --disable-sync --allow-file-access-from-files --dump-dom"
     command = [str(CHROMIUM), *words.split(), f"--user-data-dir={profile}", frame.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return int(done.stdout.split("<title>")[1].split("</title>")[0])

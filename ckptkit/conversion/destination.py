@@ -205,7 +205,8 @@ class Destination:
         with tempfile.TemporaryFile() as made:  # it has no name, so nothing is left of it after a kill
             yield made
             made.flush()
-            path = f"/proc/self/fd/{made.fileno()}"
+            path = f"/dev/fd/{made.fileno()}"
+            made.seek(0)  # where opening such a path duplicates the descriptor, readers begin there
             if name is None:
                 RemoteStore(self._above).put_file(self._name, path)
                 return

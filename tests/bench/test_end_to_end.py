@@ -48,7 +48,7 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     command = [sys.executable, "-m", "bench", request.param, "--state", state, "--repeats", "2", *options]
     command += ["--json", str(place / "out" / "result.json"), "--ramdisk", str(place), "--disk", str(place)]
     environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-4000:]
     assert state in done.stdout, "the table names the state"
     assert [path.name for path in place.iterdir()] == ["out"], "a run leaves nothing behind"

@@ -222,7 +222,7 @@ def test_ctrl_c_leaves_no_partial_output(tmp_path: Path, command: str) -> None:
         assert process.poll() is None, process.communicate()
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=400)
+    _, err = process.communicate(timeout=120)
     *_, said, how_to_go_on = err.decode().splitlines()
     assert (process.returncode, said) == (130, "ckptkit: interrupted")
     assert "the same command with --resume continues it" in how_to_go_on

@@ -26,7 +26,7 @@ MEMORY_MB_MAX = 80
 
 def test_help_imports_no_library_and_takes_little_memory() -> None:
     """Two seconds and 226 MB, before somebody sees what the command can do."""
-    done = subprocess.run([sys.executable, "-c", _HELP], capture_output=True, text=True, timeout=400)
+    done = subprocess.run([sys.executable, "-c", _HELP], capture_output=True, text=True, timeout=120)
     imported, _, memory_mb = done.stderr.rpartition(" ")
     assert imported == "[]"
     assert int(memory_mb) < MEMORY_MB_MAX
@@ -50,7 +50,7 @@ def test_commands_of_metadata_import_no_library_that_they_do_not_need() -> None:
     light = [["steps", root, "--tier", ram, "--host-id", "host-0"], ["tiers", "list", ram], ["du", root]]
     some = [["inspect", root], ["plan-restore", root]]  # TensorStore reads arrays
     done = subprocess.run(
-        [sys.executable, "-c", _METADATA, json.dumps([*light, *some])], capture_output=True, text=True, timeout=400
+        [sys.executable, "-c", _METADATA, json.dumps([*light, *some])], capture_output=True, text=True, timeout=120
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each[:2] for each in found] == [[command[0], 0] for command in [*light, *some]], done.stderr

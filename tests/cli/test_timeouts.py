@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,26 +48,22 @@ def test_silent_bucket_ends_every_command_in_time(ckpt: Run, silent: str, tmp_pa
     good = by_safetensors(tmp_path / "a.safetensors", {"w": np.arange(9.0)})
     assert ckpt("convert", good, tmp_path / "o", "--to", "orbax").code == 0
     places = {"bucket": silent, "out": tmp_path / "out", "good": good, "orbax": tmp_path / "o"}
-
-    def in_time(words: list[str]) -> bool:
+    for words in COMMANDS:
         began_s = time.monotonic()
         said = ckpt(*(word.format(**places) for word in words), "--timeout", TIMEOUT_S)
         assert said.code == 1, words
         assert f"no answer within {TIMEOUT_S:g} s" in said.err, words
-        return time.monotonic() - began_s < TIMEOUT_S + 1
-
-    for words in COMMANDS:
-        assert any(in_time(words) for _ in range(5)), words  # once, on a machine that has nothing else to do
+        assert time.monotonic() - began_s < TIMEOUT_S + 1, words
 
 
 def test_search_for_credentials_has_the_limit_too(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host without a network the client would look for credentials for 16 s before the first request."""
     monkeypatch.setattr(remote, "_reachable", set())
-    ended = threading.Event()
-    monkeypatch.setattr(remote.fsspec.core, "url_to_fs", lambda url: ended.wait(60))
+    monkeypatch.setattr(remote.fsspec.core, "url_to_fs", lambda url: time.sleep(3))
+    began_s = time.monotonic()
     said = ckpt("inspect", "gs://silent/run", "--timeout", 0.2)
     assert (said.code, "no answer within 0.2 s" in said.err) == (1, True), said.err
-    ended.set()
+    assert time.monotonic() - began_s < 1.5
 
 
 def test_missing_client_of_a_bucket_names_the_extra(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_killed_conversion_is_resumed_or_begun_anew(
         directory.mkdir()
     stops = [1, 2, 5, 6, 9, 10] if to == "orbax" else [1, 3, 4, 6, 7]
     command = [sys.executable, "-c", _KILLED, str(source), above, to, str(temporary), *map(str, stops)]
-    done = run_forked(command, cwd=ROOT, timeout=400)
+    done = run_forked(command, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert not list(temporary.iterdir()), "a model's file for each kill"
     for stop in stops:

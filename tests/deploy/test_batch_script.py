@@ -26,7 +26,7 @@ def ended(tmp_path: Path, tasks: int, job: int | None) -> tuple[int, list[str]]:
     (tmp_path / "called").write_text("")
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_JOB_NUM_NODES": "2"}
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm}
-    done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     return done.returncode, (tmp_path / "called").read_text().splitlines()
 
 

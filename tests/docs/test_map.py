@@ -18,7 +18,7 @@ WEIGHT_SHARE_MAX = 0.15
 def rooms() -> set[str]:
     """The modules and packages at the root of the package."""
     found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    return found - {"__init__", "__main__"}  # the command again
+    return found - {"__init__", "__main__"}  # the latter: `test_module_of_the_command_is_the_command`
 
 
 def layers_of_the_contract() -> list[list[str]]:

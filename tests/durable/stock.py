@@ -28,7 +28,7 @@ def restored_alone(roots: Mapping[int, str | Path], home: Path) -> dict[int, dic
     home.mkdir()
     places = [str(each) for step, root in roots.items() for each in (root, step)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", _RESTORE, home, *places], check=True, env=environment, timeout=400)
+    subprocess.run([sys.executable, "-c", _RESTORE, home, *places], check=True, env=environment, timeout=180)
     found = dict[int, dict[str, np.ndarray]]()
     for step in roots:
         with np.load(home / f"{step}.npz") as leaves:

@@ -35,7 +35,7 @@ def run_killed_at(root: Path, *words: str) -> int:
                 taken += 1
                 if last is not None and int(line) >= last:
                     process.kill()
-            code = process.wait(timeout=400)
+            code = process.wait(timeout=120)
         assert code == (0 if last is None else -9)
     return taken
 

@@ -48,7 +48,7 @@ def told_by(kind: str, root: Path, *, asynchronous: bool) -> set[tuple[Any, ...]
     """Kind, name and labels of all that a job of three saves and a restore tells, below Orbax's prefixes."""
     words = [kind, str(root / kind), "async" if asynchronous else "sync"]
     command = [sys.executable, "-c", SAVES, *words]
-    done = run_forked(command, timeout=400, check=True)
+    done = run_forked(command, timeout=120, check=True)
     said = ast.literal_eval(done.stdout.splitlines()[-1])
     return {each for each in said if each[1].startswith(("/jax/orbax/", "/jax/checkpoint/"))}
 

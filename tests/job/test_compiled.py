@@ -169,7 +169,7 @@ def test_programs_are_kept_beside_the_compilation_cache_of_jax(tmp_path: Path) -
     def start(comment: str, cache: str = "a", before: str = "not called") -> str:
         script.write_text(f"# {comment}\n{code}")
         command = [sys.executable, str(script), cache, before]
-        return run_forked(command, cwd=tmp_path, timeout=400, check=True).stdout.split()[0]
+        return run_forked(command, cwd=tmp_path, timeout=120, check=True).stdout.split()[0]
 
     assert [start("first", before="called"), start("first")] == ["compiled", "loaded"]
     assert any(path.name.startswith("jit__lambda") for path in (tmp_path / "jax").iterdir()), "JAX has its cache"
@@ -301,7 +301,7 @@ def test_changed_source_is_compiled_at_the_next_start(tmp_path: Path) -> None:
         command = [sys.executable, "train.py", str(tmp_path / "cache")]
         # Two sources of one size in one second have the same bytecode.
         env = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=True)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout.strip()
 
     assert [start(2), start(2), start(3)] == ["compiled 2.0", "loaded 2.0", "compiled 3.0"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,9 +107,16 @@ def test_thousand_processes_are_gathered_in_few_requests(monkeypatch: pytest.Mon
     job = FakeJob(monkeypatch, 1000)
     for process in [*range(1, 700), *range(701, 1000)]:
         job.service.key_value_set(meeting._place_of("ckptkit/0/x/0", process), str(process))
-    threading.Timer(0.2, lambda: job.service.key_value_set(meeting._place_of("ckptkit/0/x/0", 700), "700")).start()
+    last, asked = meeting._place_of("ckptkit/0/x/0", 700), job.service.blocking_key_value_get
+
+    def comes_when_waited_for(key: str, timeout_ms: int) -> str:
+        if key == last and job.service.listings == 2:
+            job.service.key_value_set(last, "700")
+        return asked(key, timeout_ms)
+
+    monkeypatch.setattr(job.service, "blocking_key_value_get", comes_when_waited_for)
     assert gather(job.processes[0], "x", 0, timeout_s=30) == list(range(1000))
-    assert job.service.listings <= 3
+    assert job.service.listings == 3
     job.service.gone = set(range(400, 1000))
     for process in range(1, 400):
         job.service.key_value_set(meeting._place_of("ckptkit/0/x/1", process), "0")

@@ -89,7 +89,7 @@ class Agents:
         (self.home / "go").write_text(str(code))
         for rank, agent in self.agents.items():
             if agent.returncode is None:
-                assert agent.wait(timeout=400) == code, self.log(rank)
+                assert agent.wait(timeout=120) == code, self.log(rank)
 
     def close(self) -> None:
         for agent in self.agents.values():
@@ -306,7 +306,7 @@ def test_preemption_told_to_one_agent_saves_on_all(agents: Agents) -> None:
         agents.start(rank, command="saves.py")
     agents.wait_up(0, 6)
     agents.agents[2].send_signal(signal.SIGTERM)
-    assert [agent.wait(timeout=400) for agent in agents.agents.values()] == [75, 75, 75]
+    assert [agent.wait(timeout=120) for agent in agents.agents.values()] == [75, 75, 75]
 
 
 def test_user_signals_of_a_scheduler_reach_each_worker_once(agents: Agents) -> None:
@@ -380,7 +380,7 @@ def test_wrong_secret_and_garbage_do_not_disturb_the_job(agents: Agents) -> None
 
     assert wait_until(listens)
     agents.start(7, secret="another secret of 30 characters")
-    assert agents.agents[7].wait(timeout=400) == 1
+    assert agents.agents[7].wait(timeout=120) == 1
     assert "the first agent has another secret" in agents.log(7)
     del agents.agents[7]
     for garbage in (

@@ -123,6 +123,6 @@ def output_of(words: Sequence[str], env: Mapping[str, str]) -> str:
 def test_detect_outside_a_cluster_is_refused(words: list[str]) -> None:
     """Breaks when a job that was to find its peers trains alone."""
     command = [sys.executable, "-m", "trainer", *words]
-    done = run_forked(command, timeout=400, cwd=ROOT)
+    done = run_forked(command, timeout=120, cwd=ROOT)
     assert done.returncode == 2
     assert "Error: --cluster detect" in done.stderr

@@ -34,7 +34,7 @@ def run(job: str, what: str, *paths: Path) -> list[str]:
     outputs = []
     try:
         for process in processes:
-            output, errors = process.communicate(timeout=400)
+            output, errors = process.communicate(timeout=120)
             assert process.returncode == 0, errors[-4000:]
             outputs.append(output)
     finally:

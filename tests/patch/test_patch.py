@@ -18,7 +18,7 @@ JOB = str(Path(__file__).with_name("job.py"))
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
     """A process of its own."""
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_job_that_knows_orbax_alone_gets_tiers_and_digests(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def run(directory: Path, **variables: str) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "tests.skips", "-p", "no:cacheprovider", "-o", "addopts=-rfE"]
     command += ["--continue-on-collection-errors", str(directory)]
     environ |= {"PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=120)
     return done.stdout
 
 

@@ -63,7 +63,7 @@ leave(ClusterConfig(processes=2, process=1, coordinator="127.0.0.1:1"), int(sys.
 def test_sigterm_during_exit_keeps_the_exit_code(code: int) -> None:
     """Breaks when srun, which ends all tasks once one has ended with 75, turns a preemption into a loss. The batch
     script would start the job again on machines that are being preempted, and not queue it."""
-    done = subprocess.run([sys.executable, "-c", LEAVES, str(int(code))], timeout=400, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", LEAVES, str(int(code))], timeout=120, cwd=ROOT)
     assert done.returncode == code
 
 

@@ -190,7 +190,7 @@ def test_two_processes_return_together(root: Path) -> None:
     env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=1"}
     workers = [Forked([*words, str(process)], cwd=ROOT, env=env) for process in range(2)]
     try:
-        ended = [worker.communicate(timeout=400)[0] for worker in workers]
+        ended = [worker.communicate(timeout=170)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

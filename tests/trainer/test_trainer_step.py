@@ -21,7 +21,7 @@ def found(tmp_path_factory) -> dict:
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     script = str(Path(__file__).with_name("four_devices.py"))
-    done = run_forked([sys.executable, script, str(tmp_path_factory.mktemp("corpus"))], env=environment, timeout=400)
+    done = run_forked([sys.executable, script, str(tmp_path_factory.mktemp("corpus"))], env=environment, timeout=150)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "Involuntary full rematerialization" not in done.stderr, "a layout that XLA can only reach by replicating"
     return json.loads(done.stdout)

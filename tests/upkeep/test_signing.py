@@ -416,7 +416,7 @@ def test_stock_orbax_restores_a_signed_step(signed_run: Path) -> None:
         "    print('w is', float(found['state']['w'][0, 0]), sorted(manager.item_metadata(2)))\n"
     )
     call = [sys.executable, "-c", code, str(signed_run)]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(call, capture_output=True, text=True, timeout=120)
     assert "w is 2.0 ['note', 'state']" in done.stdout, done.stderr
 
 

@@ -31,7 +31,7 @@ def test_scrub_of_a_running_job_finds_nothing(tmp_path: Path) -> None:
                 assert not found.findings, found.findings
                 for path in (*job.tiers, str(job.root)):
                     assert not ckptkit.verify(path).corrupt
-            out, error = process.communicate("stop\n", timeout=400)
+            out, error = process.communicate("stop\n", timeout=120)
         finally:
             process.kill()
     assert process.returncode == 0, error[-3000:]

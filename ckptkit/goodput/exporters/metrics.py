@@ -63,7 +63,10 @@ METRICS = (
     Metric("ckptkit_commit_seconds", "histogram", "From the copy to the commit.", ("tier",), _LONG_S),
     Metric("ckptkit_restore_seconds", "histogram", "How long a restore took.", (), _LONG_S),
     Metric(
-        "ckptkit_tier_degraded", "gauge", "1 while saves to a tier fail and it takes no new ones, else 0.", ("tier",)
+        "ckptkit_tier_degraded",
+        "gauge",
+        "1 from a save or deletion of the tier that failed until its next commit, else 0.",
+        ("tier",),
     ),
     Metric("ckptkit_last_commit_timestamp_seconds", "gauge", "When the last save was committed.", ("tier",)),
     Metric("ckptkit_last_committed_step", "gauge", "The step of the last committed save.", ("tier",)),

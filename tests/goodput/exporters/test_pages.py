@@ -25,7 +25,7 @@ def run_lines(tool: str, end: str, directory: Path) -> None:
     blocks = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs" / "DASHBOARDS.md").read_text(), re.M | re.S)
     (code,) = [block for block in blocks if tool in block]
     command = [sys.executable, "-c", BEFORE + code + AFTER + end]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=directory, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=directory, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failed at" not in done.stderr, done.stderr
 

@@ -159,8 +159,7 @@ def test_slow_first_byte_and_slow_body_delay_the_response(server: BucketServer, 
     assert timed(lambda: http.read("name")) >= 0.3
     server.faults = once(SlowBody(bytes_per_s=1e6))
     assert timed(lambda: http.read("name")) >= 0.99
-    http.read("name")
-    assert server.fired() == [1]
+    assert timed(lambda: http.read("name")) < 0.99
 
 
 @pytest.mark.parametrize("stage", ["before", "after"])
@@ -189,10 +188,10 @@ def test_two_readers_share_the_bandwidth(server: BucketServer, http: Http) -> No
         threading.Thread(target=lambda: seconds.append(timed(lambda: Http(server.url).read("name")))) for _ in range(2)
     ]
     together_s = timed(lambda: run_all(readers))
-    # 1 MB at 4 MB/s; two readers take twice as long, and neither has all of it first: it would take 0.25 s.
+    # 1 MB at 4 MB/s; two readers take twice as long, and neither waits for the other to end.
     assert alone_s >= 0.24
     assert together_s >= 0.49
-    assert min(seconds) >= 0.4
+    assert min(seconds) > 0.75 * max(seconds)
 
 
 def test_two_writers_share_the_bandwidth(server: BucketServer, http: Http) -> None:
