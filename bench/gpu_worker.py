@@ -37,7 +37,7 @@ STEPS_AFTER = 8  # whose times are compared with those before the save
 _STEP_S = 0.2
 _ON_CPU = (0.01, 128)  # virtual devices: these are not figures of a GPU, so no time is spent on them
 _LARGE_BYTES = 1 << 30
-_SQUARE = 1024  # of the matrices whose products fill a step
+_SQUARE = 8192  # of the matrices whose products fill a step: smaller ones are bound by their launches
 
 
 def make_state(size_bytes: int, weights: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         if tier.medium != PEER
     }
     job_hosts = gather_job_hosts(settings, job)
-    memory = HostMemory(settings.saving.host_bytes_max, processes=job_hosts.rank[1])
+    memory = HostMemory(settings.saving.host_bytes_max)
     in_flight_max = settings.saving.in_flight_max
     tiers = job_hosts.tiers
     warn_of_other_hosts(host_dirs, job_hosts)

@@ -37,7 +37,7 @@ from ckptkit.restore.inventory import Held, distinct_shares, hole_in, is_whole
 from ckptkit.save.records import PeerCopies, SaveTargets
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
-from ckptkit.snapshot.copying import WINDOW_BYTES
+from ckptkit.snapshot.copying import window_bytes
 from ckptkit.snapshot.describe import is_accelerator
 from ckptkit.store import open_store
 from ckptkit.util.pages import PAGE_BYTES
@@ -195,7 +195,9 @@ def abstract_slot_bytes(trees: Mapping[str, Any], *, pinned: bool = False) -> tu
                 by_process[process] += -(-box.size * array.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
     own_bytes = by_process[jax.process_index()]
     accelerators = sum(map(is_accelerator, devices))
-    transfers_bytes = own_bytes if pinned and accelerators else min(own_bytes, accelerators * 2 * WINDOW_BYTES)
+    transfers_bytes = (
+        own_bytes if pinned and accelerators else min(own_bytes, accelerators * 2 * window_bytes(accelerators))
+    )
     return own_bytes, max(by_process), transfers_bytes
 
 

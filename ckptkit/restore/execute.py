@@ -97,10 +97,12 @@ class LocalRead:
                 placer.add(by_key[key], blocks)
 
         def make_block(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
-            landing = landed.get(key)
-            if landing is None or landing.shape != box.shape or landing.dtype != dtype:
-                return empty_block(box.shape, dtype)
-            return landed.pop(key)  # once: who reads it again after a bad source has memory of its own
+            buffer = landed.get(key)
+            if buffer is not None and buffer.shape == box.shape and buffer.dtype == dtype:
+                return landed.pop(key)  # once: who reads it again after a bad source has memory of its own
+            if key[0] in kept and (assembly is None or key not in assembly):
+                return placer.block(by_key[key], box, dtype)
+            return empty_block(box.shape, dtype)
 
         for target in prepared.targets:
             if not target.form.boxes and target.key[0] in kept:  # no device of this process holds any of it

@@ -17,6 +17,7 @@ from jax.dtypes import canonicalize_dtype
 from jax.sharding import SingleDeviceSharding
 
 from ckptkit.model.boxes import Box
+from ckptkit.restore.landing import Landing
 from ckptkit.restore.plan import Key
 from ckptkit.restore.tree import Form, Target
 from ckptkit.snapshot import describe
@@ -126,6 +127,14 @@ def _local_devices(sharding: jax.sharding.Sharding) -> tuple[int, bool]:
     return len(devices), any(map(describe.is_accelerator, devices))
 
 
+@lru_cache(maxsize=4096)
+def _copying_device(sharding: jax.sharding.Sharding) -> Any:
+    """A device of this process that copies what it is given, if all of them do; None otherwise: CPU devices take the
+    memory of a block as it is."""
+    devices = list(sharding.addressable_devices)
+    return devices[0] if all(device.platform != "cpu" for device in devices) else None
+
+
 @final
 class Placer:
     """Places leaves as they are proven, from any thread: transfers are dispatched for many leaves at once, and small
@@ -142,12 +151,20 @@ class Placer:
         self._waiting_bytes = 0
         self._load = Counter[Any]()
         self._forms: dict[Form, tuple[bool, int]] = {}  # whether its leaves are transferred, and their bytes
-        self._under_way: deque[list[Any]] = deque()
+        self._under_way: deque[tuple[list[Any], list[np.ndarray]]] = deque()  # arrays, and the blocks they come from
+        self._landing = Landing()
         self._small: _ByForm = {}
         self._small_count = 0
 
+    def block(self, target: Target, box: Box, dtype: np.dtype) -> np.ndarray:
+        """Memory for a box of a leaf that will be added."""
+        sharding = target.form.sharding
+        if sharding is not None and target.form.boxes and (device := _copying_device(sharding)) is not None:
+            return self._landing.take(box.shape, dtype, device, self._reclaim)
+        return empty_block(box.shape, dtype)
+
     def add(self, target: Target, blocks: Mapping[Box, np.ndarray]) -> None:
-        """Places a leaf now, or with others."""
+        """Places a leaf now, or with others. What `block` gave is used again once it is transferred."""
         form = target.form
         if (known := self._forms.get(form)) is None:
             self._forms[form] = known = (is_transferred(form), sum(block.nbytes for block in blocks.values()))
@@ -177,14 +194,28 @@ class Placer:
             self.leaves.update(_placed(self._small))
             self._small, self._small_count = {}, 0
 
+    def _reclaim(self) -> bool:
+        """Waits for the oldest transfers, and gives their blocks back; False where none are under way."""
+        with self._lock:
+            return self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> bool:
+        if not self._under_way:
+            return False
+        arrays, blocks = self._under_way.popleft()
+        jax.block_until_ready(arrays)
+        self._landing.give_back(blocks)
+        return True
+
     def _dispatch(self) -> None:
         batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if not batch:
             return
         if len(self._under_way) > 1:
-            jax.block_until_ready(self._under_way.popleft())
+            self._wait_for_oldest()
         arrays = _made(batch, self._load)
-        self._under_way.append(list(arrays.values()))
+        read = [block for _, blocks in batch for block in blocks.values()]
+        self._under_way.append((list(arrays.values()), read))
         self.leaves |= arrays
 
 

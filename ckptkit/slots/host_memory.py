@@ -30,20 +30,17 @@ class HostMemory:
     """The host memory of one process's snapshots: at most `bytes_max`, and what its control groups leave.
 
     Control groups of both versions are asked from the process's own up to the mount's root; what they could reclaim
-    at once (clean file pages) counts as free, memory-backed files do not. `processes`: those of the job on this host.
-    `proc` and `groups` are for tests.
+    at once (clean file pages) counts as free, memory-backed files do not. `proc` and `groups` are for tests.
     """
 
     def __init__(
         self,
         bytes_max: int | None = None,
         *,
-        processes: int = 1,
         proc: Path = Path("/proc/self/cgroup"),
         groups: Path = Path("/sys/fs/cgroup"),
     ):
         self._bytes_max = bytes_max
-        self._processes = processes
         self._proc = proc
         self._groups = groups
         self._takers: list[Callable[[], int]] = []
@@ -71,13 +68,6 @@ class HostMemory:
             )
         return rooms
 
-    def part_bytes(self) -> int:
-        """The bytes that this process may take: an equal part of the memory that the processes of the host share, and
-        at most the rest of `bytes_max`."""
-        shared_bytes = min([available_bytes(), *(max(0, free) for _, free in self._group_frees())])
-        part_bytes = shared_bytes // self._processes
-        return part_bytes if self._bytes_max is None else min(part_bytes, max(0, self._bytes_max - self.taken_bytes))
-
     def _group_frees(self) -> Iterator[tuple[Path, int]]:
         try:
             lines = self._proc.read_text().splitlines()
@@ -91,15 +81,6 @@ class HostMemory:
             elif "memory" in controllers.split(","):
                 root = self._groups / "memory"
                 yield from _frees(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-
-
-def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """The memory that the kernel can give to new allocations without swapping; 0 if it does not report that."""
-    with suppress(OSError):
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return 0
 
 
 def refuse_beyond(room: Room | None, missing_bytes: int, needs: str, less: str) -> None:

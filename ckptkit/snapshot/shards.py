@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, final
@@ -30,7 +30,7 @@ class Held:
     def sharding(self, kind: str | None) -> jax.sharding.Sharding:
         """That of a copy in memory of `kind`, None for the array's own."""
         if len(self.devices) == 1:
-            return _on(self.devices[0], kind or self.kind)
+            return on_device(self.devices[0], kind or self.kind)
         return self.array.sharding if kind is None else self.array.sharding.with_memory_kind(kind)
 
     @property
@@ -38,14 +38,15 @@ class Held:
         """Whether the boxes come out of a device's own memory."""
         return self.extents[0].device is not None
 
-    def shards(self, array: Any = None) -> list[Shard]:
+    def shards(self, array: Any = None, *, in_place: bool = False) -> list[Shard]:
         """One array for each box, of this array or of `array`, a copy of it.
 
         JAX keeps a host copy of what was transferred with the array object: these objects are new, so the host copy
-        goes when the save drops them. A copy in pinned memory is read where it is.
+        goes when the save drops them. A copy in pinned memory is read where it is. So is the caller's array with
+        `in_place`: a step that donates it while it is read would free the memory that is read.
         """
-        if array is not None and self.kind == PINNED:
-            return [(_Pinned(each), extent) for each, extent in self._single(array)]
+        if self.kind == PINNED and (in_place or array is not None):
+            return [(Pinned(each), extent) for each, extent in self._single(array)]
         return self._single(array)
 
     def _single(self, array: Any) -> list[Shard]:
@@ -60,10 +61,34 @@ class Held:
         return [(local[device].addressable_data(0) if kept else local[device], extent) for device, extent in placed]
 
 
+@lru_cache(maxsize=64)
+def has_pinned(device: Any) -> bool:
+    """Whether a device transfers to pinned host memory."""
+    return any(memory.kind == PINNED for memory in device.addressable_memories())
+
+
+@lru_cache(maxsize=64)
+def is_read_from_pinned(device: Any) -> bool:
+    """Whether the bytes of a device are read from a copy in pinned memory, a window of it at a time. JAX's own host
+    copies are of pageable memory: on an H200 1.9 GB/s, against 54 to pinned memory (bench/LOG.md). A TPU may keep
+    another layout there than NumPy's, so its arrays would be copied once more."""
+    return device.platform == "gpu" and has_pinned(device)
+
+
+def in_pinned_memory(shards: Sequence[Shard]) -> list[Shard]:
+    """The shards from copies in pinned memory of their devices: one call, which waits for no transfer, and for nothing
+    else once JAX has as much pinned memory in its pool.
+
+    Raises JAX's RESOURCE_EXHAUSTED without room; then nothing of the copies is left.
+    """
+    copies = jax.device_put([array for array, _ in shards], [on_device(extent.device, PINNED) for _, extent in shards])
+    return [(Pinned(copy), extent) for copy, (_, extent) in zip(copies, shards, strict=True)]
+
+
 @final
-class _Pinned:
-    """A save's own copy in pinned host memory, whose bytes NumPy is given without another copy. For the caller's arrays
-    it would not do: a step that donates one would free the memory below the view."""
+class Pinned:
+    """An array in pinned host memory, whose bytes NumPy is given without another copy. The view does not keep a step
+    from donating the array."""
 
     def __init__(self, array: Any):
         self._array = array
@@ -143,7 +168,8 @@ def _unusual(sharding: jax.sharding.Sharding | None, device: Any) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _on(device: Any, kind: str | None) -> jax.sharding.SingleDeviceSharding:
+def on_device(device: Any, kind: str | None) -> jax.sharding.SingleDeviceSharding:
+    """The sharding of an array in one kind of a device's memory."""
     return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 

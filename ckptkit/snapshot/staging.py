@@ -13,9 +13,10 @@ Host arrays are copied on the step loop by every strategy: their owner may chang
 so none depends on the mesh in context and none compiles.
 
 With `auto` an accelerator's state is staged in groups, in the order of the leaves: `device_copy` for as many as have
-room on the device (`ckptkit.snapshot.device_room`). The next ones use `pinned_host`, if the backend has that memory and
-the host has room. The rest uses `block`. Arrays that are in host memory already are never copied to a device. A group
-for which the backend has no room after all (RESOURCE_EXHAUSTED) is staged by the next strategy.
+room on the device (`ckptkit.snapshot.device_room`), `block` for the rest, and for arrays that are in host memory
+already. So is a group for which the backend has no room after all (RESOURCE_EXHAUSTED). `pinned_host` is taken only
+where it is asked for: JAX has to make pinned memory for the whole state first, 0.6 s for each GB on the step loop
+(bench/LOG.md), and `block` needs a window of it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, final
 
 import jax
@@ -35,10 +36,11 @@ from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.copying import Copied, copy_shards, transfer_bytes
 from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
-from ckptkit.snapshot.shards import PINNED, Held, Shard, held_arrays
+from ckptkit.snapshot.shards import PINNED, Held, Shard, has_pinned, held_arrays
 from ckptkit.util import clock
 
 GROUP_BYTES = 256 << 20  # are staged alike, and fall back together
+_Group = Sequence[Held]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,8 @@ class Stager:
             if strategy == "gate":
                 later = _shards(device)
             elif strategy == "alias":
-                later = [(np.asarray(array), replace(extent, device=None)) for array, extent in _shards(device)]
+                shards = [shard for held in device for shard in held.shards()]
+                later = [(np.asarray(array), replace(extent, device=None)) for array, extent in shards]
             else:
                 digests |= copy(_shards(device))
         finish = _once(copy, lambda: later, digests, later.clear)
@@ -116,13 +119,13 @@ class Stager:
         self,
         choice: StagingChoice,
         device: Sequence[Held],
-        rooms: tuple[dict[Any, int] | None, int | None, str],
+        rooms: tuple[dict[Any, int] | None, str],
         copy: Callable[[list[Shard]], dict[int, Digests]],
         digests: dict[int, Digests],
     ) -> Staging:
         """Dispatches copies of all groups that have room for them, then waits for the rest."""
         groups = _Groups(self._devices, *rooms)
-        waited = [group for group in _grouped(device) if not groups.dispatch(choice, group)]
+        waited = groups.dispatch(choice, _grouped(device))
         self._room.take(groups.on_device)
         self._count(groups.pinned_bytes)
         copies = groups.copies
@@ -161,51 +164,64 @@ class Stager:
 
     def _rooms(
         self, choice: StagingChoice, device: Sequence[Held], trees: Mapping[str, Any]
-    ) -> tuple[dict[Any, int] | None, int | None, str]:
-        """The bytes for copies on each device and in pinned memory, None for no limit, and why."""
+    ) -> tuple[dict[Any, int] | None, str]:
+        """The bytes for copies on each device, None for no limit, and why."""
         if choice != "auto":
-            return None, None, "asked for"
+            return None, "asked for"
         devices = list(dict.fromkeys(each for held in device for each in held.devices))
         leaves = [leaf for leaf in jax.tree.leaves(dict(trees)) if isinstance(leaf, jax.Array)]
-        budget, why = self._room.look(leaves, devices)
-        # Half: the page cache of what is written, and others on the host, need some too.
-        return budget, self._host.part_bytes() // 2, why
+        return self._room.look(leaves, devices)
 
 
 @final
 class _Groups:
     """The dispatched part of one save, and the remaining room."""
 
-    def __init__(self, devices: DeviceMemory, budget: Mapping[Any, int] | None, pinned_room: int | None, why: str):
+    def __init__(self, devices: DeviceMemory, budget: Mapping[Any, int] | None, why: str):
         self.copies: list[tuple[Held, Any]] = []
         self.on_device = Counter[Any]()
         self.pinned_bytes = 0
         self._devices = devices
-        self._budget, self._pinned_room, self._why = budget, pinned_room, why
+        self._budget, self._why = budget, why
         self._staged = Counter[Strategy]()
 
-    def dispatch(self, choice: StagingChoice, group: Sequence[Held]) -> bool:
-        """Begins copies of a group's arrays; False where nothing has room for them."""
-        taken = Counter[Any]()
-        for held in group:
-            for device, extent in zip(held.devices, held.extents, strict=True):
-                taken[device] += extent.stop - extent.offset
-        nbytes = sum(taken.values())
-        kind = group[0].kind
-        fits = self._budget is None or all(
-            self.on_device[device] + count <= self._budget[device] for device, count in taken.items()
+    def dispatch(self, choice: StagingChoice, groups: Sequence[_Group]) -> list[_Group]:
+        """Begins copies of the groups' arrays; returns those for which nothing has room."""
+        room = Counter[Any]()
+        together: list[_Group] = []
+        for group in groups:
+            if choice != "pinned_host" and self._has_room(group, room):
+                room.update(_taken(group))
+                together.append(group)
+        # One call for all of them: 50 microseconds an array, and 200 more for each call (bench/LOG.md).
+        if len(together) > 1 and self._put([held for group in together for held in group], None):
+            self._count_on_device(room)
+            groups = [each for each in groups if not any(each is one for one in together)]
+        return [group for group in groups if not self._dispatch_one(choice, group)]
+
+    def _dispatch_one(self, choice: StagingChoice, group: _Group) -> bool:
+        if choice == "pinned_host":
+            kind = group[0].kind or (PINNED if has_pinned(group[0].devices[0]) else None)
+            if done := kind is not None and self._put(group, kind):
+                nbytes = sum(map(_nbytes, group))
+                self.pinned_bytes += nbytes
+                self._staged["pinned_host"] += nbytes
+            return done
+        if done := self._has_room(group, Counter()) and self._put(group, None):
+            self._count_on_device(_taken(group))
+        return done
+
+    def _has_room(self, group: _Group, beside: Counter[Any]) -> bool:
+        if group[0].kind is not None:
+            return False
+        budget = self._budget
+        return budget is None or all(
+            self.on_device[device] + beside[device] + count <= budget[device] for device, count in _taken(group).items()
         )
-        if choice != "pinned_host" and kind is None and fits and self._put(group, None):
-            self.on_device.update(taken)
-            self._staged["device_copy"] += nbytes
-            return True
-        fits = self._pinned_room is None or self.pinned_bytes + nbytes <= self._pinned_room
-        pinned = kind if kind is not None else PINNED if _has_pinned(group[0].devices[0]) else None
-        if fits and pinned is not None and self._put(group, pinned):
-            self.pinned_bytes += nbytes
-            self._staged["pinned_host"] += nbytes
-            return True
-        return False
+
+    def _count_on_device(self, taken: Counter[Any]) -> None:
+        self.on_device.update(taken)
+        self._staged["device_copy"] += taken.total()
 
     def summary(self, choice: StagingChoice, waited_bytes: int) -> tuple[Strategy, str]:
         """The strategy of most of the bytes, and how much each has taken where there are several."""
@@ -233,6 +249,15 @@ class _Groups:
         return True
 
 
+def _taken(group: _Group) -> Counter[Any]:
+    """The bytes of a copy on each device."""
+    taken = Counter[Any]()
+    for held in group:
+        for device, extent in zip(held.devices, held.extents, strict=True):
+            taken[device] += extent.stop - extent.offset
+    return taken
+
+
 def _copied(held: Held, kind: str | None) -> Held:
     """The place of a copy in memory of `kind`: what is in host memory is not transferred again."""
     if kind is None:
@@ -247,28 +272,24 @@ def _until_computed(several: Sequence[Held]) -> float:
     return clock.monotonic_s() - begun_s
 
 
-def _grouped(device: Sequence[Held]) -> list[list[Held]]:
+def _grouped(device: Sequence[Held]) -> list[_Group]:
     """Groups of at most `GROUP_BYTES`, or of one array, each of arrays that are in the same kind of memory."""
-    groups: list[list[Held]] = []
+    groups: list[_Group] = []
     open_groups: dict[str | None, tuple[list[Held], int]] = {}
     for held in device:
         kind, nbytes = held.kind, _nbytes(held)
-        group, size = open_groups.get(kind, ([], 0))
+        group, size = open_groups.get(kind, (list[Held](), 0))
         if not group or size + nbytes > GROUP_BYTES:
-            group, size = [], 0
+            group, size = list[Held](), 0
             groups.append(group)
         group.append(held)
         open_groups[kind] = group, size + nbytes
     return groups
 
 
-@lru_cache(maxsize=64)
-def _has_pinned(device: Any) -> bool:
-    return any(memory.kind == PINNED for memory in device.addressable_memories())
-
-
 def _shards(several: Sequence[Held]) -> list[Shard]:
-    return [shard for held in several for shard in held.shards()]
+    """Their boxes, for a copy that is over before the caller may donate them."""
+    return [shard for held in several for shard in held.shards(in_place=True)]
 
 
 def _nbytes(held: Held) -> int:

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ckptkit
 from bench.gpu_worker import compilations
-from ckptkit.restore import place
+from ckptkit.restore import landing, place
+from ckptkit.restore.landing import Landing
 from ckptkit.restore.tree import Form, Target, boxes_needed
 from ckptkit.snapshot import describe
 from tests.states import abstract, assert_same, make_state, mesh
@@ -201,3 +202,84 @@ def test_wide_numbers_are_placed_as_jax_takes_them() -> None:
         placer.add(each, {box: np.full(4, 1 / 3) for box in each.form.boxes})
     placer.finish()
     assert {leaf.dtype for leaf in placer.leaves.values()} == {np.dtype("float32")}
+
+
+def test_blocks_are_used_again_once_they_are_transferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each box would be read into fresh memory, whose first touch takes longer than the copy; or a box would be read
+    into memory that is still being transferred."""
+    taken, under_way = list[int](), list[set[int]]()
+    usual_made, usual_take, wait = place._made, Landing.take, jax.block_until_ready
+
+    def as_accelerators_do(batch: Any, load: Any) -> dict[Any, Any]:  # CPU devices would take the memory itself
+        under_way.append({block.ctypes.data for _, blocks in batch for block in blocks.values()})
+        return usual_made([(each, {box: b.copy() for box, b in blocks.items()}) for each, blocks in batch], load)
+
+    def take(self: Any, *args: Any) -> np.ndarray:
+        block = usual_take(self, *args)
+        taken.append(block.ctypes.data)
+        assert all(block.ctypes.data not in read for read in under_way), "it is still being transferred"
+        return block
+
+    def waited(value: Any) -> Any:
+        if under_way:
+            under_way.pop(0)
+        return wait(value)
+
+    state = {str(n): jax.device_put(np.full(1 << 19, n, np.float32), jax.devices()[0]) for n in range(48)}
+    with ckptkit.CheckpointManager(tmp_path / "run", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+        with monkeypatch.context() as patched:
+            patched.setattr(describe, "is_accelerator", lambda device: True)
+            patched.setattr(place, "can_allocate", lambda *_: False)
+            patched.setattr(place, "_copying_device", lambda sharding: jax.devices()[0])
+            patched.setattr(place, "BATCH_BYTES", 4 << 20)
+            patched.setattr(place, "_made", as_accelerators_do)
+            patched.setattr(Landing, "take", take)
+            patched.setattr(place.jax, "block_until_ready", waited)
+            place._local_devices.cache_clear()
+            restored = manager.restore(1, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
+        place._local_devices.cache_clear()
+    assert_same(restored, state)
+    assert len(taken) == 48
+    assert len(set(taken)) <= 30, "three batches of two, and the eight that each thread reads together"
+
+
+def test_memory_for_gpus_is_pinned_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore would pin as much memory as the state has, at 0.6 s for each GB."""
+    monkeypatch.setattr(landing, "is_read_from_pinned", lambda device: True)
+    monkeypatch.setattr(landing, "PINNED_MAX_BYTES", 3 << 20)
+    kinds: list[Any] = []
+    put = jax.device_put
+
+    def noted(value: Any, where: Any) -> Any:
+        kinds.append(where.memory_kind)
+        if len(kinds) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
+        return put(value, where)
+
+    monkeypatch.setattr(jax, "device_put", noted)
+    memory, device = Landing(), jax.devices()[0]
+    full: list[int] = []
+
+    def reclaim() -> bool:
+        full.append(len(kinds))
+        if len(full) == 1:
+            return False
+        memory.give_back([blocks[0]])
+        return True
+
+    with jax.transfer_guard("disallow"):
+        blocks = [memory.take((512, 512), np.dtype(np.float32), device, reclaim) for _ in range(4)]
+    assert kinds == ["pinned_host"] * 3
+    assert full == [3], "no transfer is under way: the fourth is of other memory"
+    for number, block in enumerate(blocks):
+        block[:] = number
+    assert [block.mean() for block in blocks] == [0, 1, 2, 3]
+    again = blocks[2].ctypes.data
+    memory.give_back([blocks[2], np.zeros(3)])
+    assert memory.take((8,), np.dtype(np.int8), device).ctypes.data != again, "a small box does not take a large block"
+    assert memory.take((700, 700), np.dtype("bfloat16"), device).ctypes.data == again
+    assert memory.take((700, 700), np.dtype("bfloat16"), device).ctypes.data != again
+    first = blocks[0].ctypes.data
+    assert memory.take((512, 512), np.dtype(np.int32), device, reclaim).ctypes.data == first, "it is waited for"

@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import SingleDeviceSharding
 
-from ckptkit.snapshot import describe, staging
+from ckptkit.snapshot import describe
 from ckptkit.snapshot.device_room import DeviceMemory
 from ckptkit.snapshot.staging import Stager
 
@@ -60,10 +59,6 @@ class Allocator(DeviceMemory):
         copies = super().put(arrays, shardings)
         self.puts += [(array.nbytes, sharding.memory_kind) for array, sharding in zip(arrays, shardings, strict=True)]
         return copies
-
-
-def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_has_pinned", lambda device: False)
 
 
 def pieces(count: int, value: int = 0) -> dict[str, Any]:
