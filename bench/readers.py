@@ -373,16 +373,35 @@ def _gpu(result: Mapping[str, Any]) -> Iterable[Row]:
             best = min(peers, key=lambda name: peers[name]) if peers else ""
             ours = "ckptkit" if "ckptkit" in found else mine[0]
             if found[ours][figure]:
+                limit = _transfer_s(state, _LINK.get(figure))
                 yield Row(
                     benchmark="gpu_on_cpu" if result["platform"] == "cpu" else "gpu",
-                    case=case,
+                    case=_gpu_case(case, state),
                     figure=figure,
                     meaning=f"{ours}: {meaning.rpartition(',')[0]}",
                     **measured(found[ours][figure]),
                     peer=peers.get(best),
                     peer_name=best,
                     peer_spread=spread_of(found[best][figure]) if best else None,
+                    limit=limit,
+                    limit_name="" if limit is None else "one transfer of pinned memory",
                 )
+
+
+_LINK = {"committed_s": "d2h_pinned", "restore_s": "h2d_pinned"}  # whose speed limits a figure
+
+
+def _transfer_s(state: Mapping[str, Any], link: str | None) -> float | None:
+    """The time of the whole state over a link, at the speed of one large buffer."""
+    rates = state.get("limits", {}).get(link)
+    return state["state_bytes"] / median(rates) if rates else None
+
+
+def _gpu_case(case: str, state: Mapping[str, Any]) -> str:
+    if "device" not in state:
+        return case
+    count, kind = state["device"]["count"], state["device"]["kind"]
+    return f"{state['state_bytes'] / 1e9:.3g} GB, {count} x {kind}"
 
 
 def _known(samples: Mapping[str, Iterable[float | None]]) -> dict[str, list[float]]:

@@ -15,18 +15,16 @@ ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- figures: `make figures` writes what is between these lines -->", "<!-- end of figures -->"
 # The rows of the README, as sentences; the rest is in the report.
 README_FIGURES = {
+    ("gpu", "loss_s"): "A save delays a loop on a GPU",
+    ("gpu", "committed_s"): "From `save` on a GPU to the commit on the ramdisk",
+    ("gpu", "restore_s"): "Restore to a GPU from the ramdisk, every byte verified",
     ("faults", "goodput"): "Share of the time that trained the model, while faults were injected",
     ("faults", "resume_s"): "From a killed process to its next training step",
     ("faults", "wrong_runs"): "Trainings with injected bit flips that ended with wrong bits",
-    ("stall", "stall_ms_per_save"): "A save delays a loop that keeps all cores busy (copied as usual for CPU devices)",
-    ("stall", "stall_ms_per_save.device_copy"): "The same (copied as for accelerators)",
-    ("stall", "stall_idle_ms_per_save.device_copy"): "The same, step leaves cores idle (copied as for accelerators)",
-    ("stall", "stall_idle_ms_per_save"): "The same, step leaves cores idle (copied as usual for CPU devices)",
+    ("stall", "stall_ms_per_save"): "A save delays a loop that keeps all cores busy, on CPU devices",
+    ("stall", "stall_idle_ms_per_save"): "The same, step leaves cores idle",
     ("commit", "commit_gbps"): "From `save` to the commit on the ramdisk",
     ("restore", "restore_gbps"): "Restore from the ramdisk, every byte verified",
-    ("gpu", "ready_s"): "A save on a GPU or TPU blocks, state ready",
-    ("gpu", "in_flight_s"): "A save on a GPU or TPU blocks, step in flight",
-    ("gpu", "restore_s"): "Restore to a GPU or TPU from the ramdisk",
     ("hosts", "next_step_s"): "From a lost host to the next step, on a spare host",
     ("durable", "bucket_save_requests"): "Requests of a save to a bucket",
 }

@@ -27,7 +27,7 @@ def digest_like(expected: str, data: Any) -> str:
     return strong_digest_of(data) if expected.startswith(STRONG) else digest_of(data)
 
 
-# What was copied is still in a core's cache when it is digested. With smaller pieces threads wait for the interpreter:
+# Bytes are still in a core's cache when they are digested. With smaller pieces threads wait for the interpreter:
 # 12 of them copy and digest 20 GB/s by 384 KiB, and 33 by 1 MiB (bench/LOG.md).
 COPY_PIECE_BYTES = 1 << 20
 

@@ -210,8 +210,8 @@ class SaveOptions:
       host_bytes_max: the most host memory that this process's snapshots may take, ramdisk slots included. The limit
         is the least of this, `memory.max` of every control group above the process, and what the mount has free.
       device_copy_bytes_max: the most memory of each accelerator that copies of saves may take; None: what
-        `ckptkit.snapshot.device_room` finds free, 0: none. The part of a state that has no room there is copied to
-        pinned host memory: the next step then waits for that transfer before it takes over (donates) the state.
+        `ckptkit.snapshot.device_room` finds free, 0: none. `save` waits for the transfer of the part of a state that
+        has no room there.
       durable_busy: the behaviour of a save that is due in the durable tier while that tier is busy. `wait` blocks and
         reports how long (`waited_s` of the `staged` event). `skip` leaves the step out of the durable tier. Forced
         saves and those of a preemption always wait.

@@ -164,7 +164,7 @@ class Placer:
         return empty_block(box.shape, dtype)
 
     def add(self, target: Target, blocks: Mapping[Box, np.ndarray]) -> None:
-        """Places a leaf now, or with others. What `block` gave is used again once it is transferred."""
+        """Places a leaf now, or with others. Memory from `block` is used again once it is transferred."""
         form = target.form
         if (known := self._forms.get(form)) is None:
             self._forms[form] = known = (is_transferred(form), sum(block.nbytes for block in blocks.values()))

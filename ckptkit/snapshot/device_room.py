@@ -72,6 +72,13 @@ class DeviceRoom:
                 budget[device] = max(0, allowed - self._live[device])
         return budget, f"{min(budget.values(), default=0) / 1e9:.1f} GB of each device are free for copies"
 
+    def free_now(self, devices: Sequence[Any]) -> dict[Any, int] | None:
+        """The bytes that are not in use on each device; None where one does not report its memory."""
+        stats = {device: self._memory.stats(device) for device in devices}
+        if not all("bytes_limit" in each for each in stats.values()):
+            return None
+        return {device: each["bytes_limit"] - each.get("bytes_in_use", 0) for device, each in stats.items()}
+
     def take(self, taken: Mapping[Any, int]) -> None:
         """Copies of so many bytes are made."""
         with self._lock:

@@ -14,9 +14,9 @@ so none depends on the mesh in context and none compiles.
 
 With `auto` an accelerator's state is staged in groups, in the order of the leaves: `device_copy` for as many as have
 room on the device (`ckptkit.snapshot.device_room`), `block` for the rest, and for arrays that are in host memory
-already. So is a group for which the backend has no room after all (RESOURCE_EXHAUSTED). `pinned_host` is taken only
-where it is asked for: JAX has to make pinned memory for the whole state first, 0.6 s for each GB on the step loop
-(bench/LOG.md), and `block` needs a window of it.
+already. If the backend has no room after all (RESOURCE_EXHAUSTED), all of them are staged by `block`. `pinned_host` is
+taken only where it is asked for: JAX has to make pinned memory for the whole state first, and no step runs meanwhile
+(0.7 s for each GB, bench/LOG.md). `block` needs a window of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
 from ckptkit.snapshot.shards import PINNED, Held, Shard, has_pinned, held_arrays
 from ckptkit.util import clock
 
-GROUP_BYTES = 256 << 20  # are staged alike, and fall back together
+GROUP_BYTES = 256 << 20  # are staged alike
 _Group = Sequence[Held]
 
 
@@ -166,9 +166,11 @@ class Stager:
         self, choice: StagingChoice, device: Sequence[Held], trees: Mapping[str, Any]
     ) -> tuple[dict[Any, int] | None, str]:
         """The bytes for copies on each device, None for no limit, and why."""
-        if choice != "auto":
+        if choice == "pinned_host":
             return None, "asked for"
         devices = list(dict.fromkeys(each for held in device for each in held.devices))
+        if choice == "device_copy":
+            return self._room.free_now(devices), "asked for"
         leaves = [leaf for leaf in jax.tree.leaves(dict(trees)) if isinstance(leaf, jax.Array)]
         return self._room.look(leaves, devices)
 
@@ -187,41 +189,38 @@ class _Groups:
 
     def dispatch(self, choice: StagingChoice, groups: Sequence[_Group]) -> list[_Group]:
         """Begins copies of the groups' arrays; returns those for which nothing has room."""
-        room = Counter[Any]()
-        together: list[_Group] = []
+        fits = self._is_pinned if choice == "pinned_host" else self._has_room
+        taken = Counter[Any]()
+        copied, waited = list[_Group](), list[_Group]()
         for group in groups:
-            if choice != "pinned_host" and self._has_room(group, room):
-                room.update(_taken(group))
-                together.append(group)
-        # One call for all of them: 50 microseconds an array, and 200 more for each call (bench/LOG.md).
-        if len(together) > 1 and self._put([held for group in together for held in group], None):
-            self._count_on_device(room)
-            groups = [each for each in groups if not any(each is one for one in together)]
-        return [group for group in groups if not self._dispatch_one(choice, group)]
+            (copied if fits(group, taken) else waited).append(group)
+        if not copied or not self._put(choice, [held for group in copied for held in group]):
+            return [*groups]
+        strategy: Strategy = "pinned_host" if choice == "pinned_host" else "device_copy"
+        self._staged[strategy] += taken.total()
+        if strategy == "pinned_host":
+            self.pinned_bytes = taken.total()
+        else:
+            self.on_device = taken
+        return waited
 
-    def _dispatch_one(self, choice: StagingChoice, group: _Group) -> bool:
-        if choice == "pinned_host":
-            kind = group[0].kind or (PINNED if has_pinned(group[0].devices[0]) else None)
-            if done := kind is not None and self._put(group, kind):
-                nbytes = sum(map(_nbytes, group))
-                self.pinned_bytes += nbytes
-                self._staged["pinned_host"] += nbytes
-            return done
-        if done := self._has_room(group, Counter()) and self._put(group, None):
-            self._count_on_device(_taken(group))
-        return done
-
-    def _has_room(self, group: _Group, beside: Counter[Any]) -> bool:
+    def _has_room(self, group: _Group, taken: Counter[Any]) -> bool:
+        """Whether copies of a group fit on its devices next to those that are `taken`, which then has them, too."""
         if group[0].kind is not None:
             return False
-        budget = self._budget
-        return budget is None or all(
-            self.on_device[device] + beside[device] + count <= budget[device] for device, count in _taken(group).items()
+        wanted = _bytes_by_device(group)
+        fits = self._budget is None or all(
+            taken[device] + count <= self._budget[device] for device, count in wanted.items()
         )
+        if fits:
+            taken.update(wanted)
+        return fits
 
-    def _count_on_device(self, taken: Counter[Any]) -> None:
-        self.on_device.update(taken)
-        self._staged["device_copy"] += taken.total()
+    def _is_pinned(self, group: _Group, taken: Counter[Any]) -> bool:
+        """Whether a group can be copied to pinned memory, or is in host memory already."""
+        if done := group[0].kind is not None or has_pinned(group[0].devices[0]):
+            taken.update(_bytes_by_device(group))
+        return done
 
     def summary(self, choice: StagingChoice, waited_bytes: int) -> tuple[Strategy, str]:
         """The strategy of most of the bytes, and how much each has taken where there are several."""
@@ -236,20 +235,23 @@ class _Groups:
         each = ", ".join(f"{name} {nbytes / 1e9:.3g} GB" for name, nbytes in staged.most_common())
         return strategy, f"{self._why}; {each}"
 
-    def _put(self, group: Sequence[Held], kind: str | None) -> bool:
-        shardings = [held.sharding(kind) for held in group]
+    def _put(self, choice: StagingChoice, several: Sequence[Held]) -> bool:
+        """One call for all: 50 microseconds an array, and 200 more for each call (bench/LOG.md). False without room:
+        nothing else is tried then: XLA may wait for seconds before it reports that."""
+        kinds = [held.kind or PINNED if choice == "pinned_host" else None for held in several]
+        shardings = [held.sharding(kind) for held, kind in zip(several, kinds, strict=True)]
         try:
-            copied = self._devices.put([held.array for held in group], shardings)
+            copied = self._devices.put([held.array for held in several], shardings)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return False
         # Not the arrays themselves: the caller's device memory would be kept in use.
-        self.copies += [(_copied(held, kind), copy) for held, copy in zip(group, copied, strict=True)]
+        self.copies += [(_copied(held, kind), copy) for held, kind, copy in zip(several, kinds, copied, strict=True)]
         return True
 
 
-def _taken(group: _Group) -> Counter[Any]:
+def _bytes_by_device(group: _Group) -> Counter[Any]:
     """The bytes of a copy on each device."""
     taken = Counter[Any]()
     for held in group:

@@ -35,6 +35,21 @@ def test_groups_without_room_fall_back() -> None:
     run.finish()
 
 
+def test_a_full_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA may wait for room for seconds before it reports that it has none, and a save would wait so for each group."""
+    run, calls = Run(100 * PIECE, 12), list[int]()
+
+    def put(arrays: Any, shardings: Any) -> Any:
+        calls.append(len(arrays))
+        raise jax.errors.JaxRuntimeError(FULL)  # in pieces, none of which is large enough
+
+    monkeypatch.setattr(run.allocator, "put", put)
+    assert run.save("device_copy") == 0
+    assert calls == [12]
+    assert run.under_way[-1][0].strategy == "block"
+    run.finish()
+
+
 def test_other_errors_of_a_copy_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken device would look like a full one, and the save would hang on it later."""
     run = Run(20 * PIECE, 2)
