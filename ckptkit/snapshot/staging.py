@@ -105,11 +105,10 @@ class Stager:
                 strategy, reason = choice, "asked for"
             later: list[Shard] = []
             computing_s = 0.0 if strategy == "gate" else _until_computed(device)
-            if strategy == "gate":
-                later = _shards(device)
-            elif strategy == "alias":
-                shards = [shard for held in device for shard in held.shards()]
-                later = [(np.asarray(array), replace(extent, device=None)) for array, extent in shards]
+            if strategy in ("gate", "alias"):  # the caller may donate them too early
+                later = [shard for held in device for shard in held.shards()]
+                if strategy == "alias":
+                    later = [(np.asarray(array), replace(extent, device=None)) for array, extent in later]
             else:
                 digests |= copy(_shards(device))
         finish = _once(copy, lambda: later, digests, later.clear)

@@ -127,16 +127,20 @@ def test_offloaded_leaves_are_read_where_they_are(monkeypatch: pytest.MonkeyPatc
     view_of = shards.view_of
     monkeypatch.setattr(shards, "view_of", lambda array: (viewed.append(array.shape), view_of(array))[1])
     allocator = Allocator(1 << 30)
-    for strategy in ("auto", "block", "gate", "device_copy"):
+    for strategy in ("auto", "block", "device_copy"):
         Stager(None, allocator).begin(strategy, description, {"default": state}, memory).finish()
         assert (memory.view(np.float32)[:PIECE] == np.arange(PIECE)).all()
         memory[:] = 0
-    assert viewed == [(PIECE,)] * 4
+    assert viewed == [(PIECE,)] * 3
     assert allocator.puts == []
-    begun = Stager(None, allocator).begin("alias", description, {"default": state}, memory)
-    state["moments"].delete()  # as a step that donates it
-    begun.finish()
-    assert (memory.view(np.float32)[:PIECE] == np.arange(PIECE)).all()
+    for strategy in ("gate", "alias"):
+        begun = Stager(None, allocator).begin(strategy, description, {"default": state}, memory)
+        if strategy == "alias":
+            state["moments"].delete()  # as a step that donates it
+        begun.finish()
+        assert (memory.view(np.float32)[:PIECE] == np.arange(PIECE)).all()
+        memory[:] = 0
+    assert viewed == [(PIECE,)] * 3, "a step may free the memory while it is read in the background"
 
 
 def test_windows_in_use_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
