@@ -42,6 +42,7 @@ from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.provenance import provenance_here
 from ckptkit.snapshot.staging import Stager
+from ckptkit.util.sharing import share_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         if tier.medium != PEER
     }
     job_hosts = gather_job_hosts(settings, job)
+    share_host(job_hosts.rank[1])
     memory = HostMemory(settings.saving.host_bytes_max)
     in_flight_max = settings.saving.in_flight_max
     tiers = job_hosts.tiers

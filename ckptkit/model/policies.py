@@ -208,7 +208,8 @@ class SaveOptions:
       beyond this limit is skipped everywhere, with an event; a save that is due in the durable tier waits. Without a
       ramdisk tier a snapshot is in flight until every tier has it, so this limits the snapshots in memory.
       host_bytes_max: the most host memory that this process's snapshots may take, ramdisk slots included. The limit
-        is the least of this, `memory.max` of every control group above the process, and what the mount has free.
+        is the least of this, `memory.max` of every control group above the process, and what the mount has free. Pinned
+        memory counts while it is in use: JAX keeps it afterwards, on a GPU up to 1.5 GB.
       device_copy_bytes_max: the most memory of each accelerator that copies of saves may take; None: what
         `ckptkit.snapshot.device_room` finds free, 0: none. `save` waits for the transfer of the part of a state that
         has no room there.

@@ -21,15 +21,16 @@ class Landing:
     """Blocks for the boxes of one restore. First touch of fresh memory takes longer than the copy into it (on 16 cores
     7 GB/s against 33), and a GPU reads pinned memory 2 to 5 times as fast as other memory (bench/LOG.md).
 
-    Pinned memory is taken for GPUs, `PINNED_MAX_BYTES` at most; JAX keeps it in its pool afterwards. Safe from several
-    threads.
+    Pinned memory is taken for GPUs, `PINNED_MAX_BYTES` at most; JAX keeps it in its pool afterwards. As much at most
+    waits to be used again. Safe from several threads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[np.ndarray] = []
         self._lent: dict[int, np.ndarray] = {}  # by address
-        self._pinned_bytes = 0
+        self._pinned: dict[int, int] = {}  # bytes, by address
+        self._left_bytes = PINNED_MAX_BYTES
 
     def take(
         self, shape: tuple[int, ...], dtype: np.dtype, device: Any, reclaim: Callable[[], bool] = lambda: False
@@ -40,30 +41,52 @@ class Landing:
         pinned = is_read_from_pinned(device)
         while (block := self._reused(size_bytes)) is None:
             with self._lock:
-                if has_room := self._pinned_bytes + size_bytes <= PINNED_MAX_BYTES:
-                    self._pinned_bytes += size_bytes if pinned else 0
-            if not pinned or has_room or not reclaim():
-                block = _pinned_block(size_bytes, device) if pinned and has_room else flat_block(size_bytes)
+                wanted = pinned and size_bytes <= PINNED_MAX_BYTES
+                while wanted and size_bytes > self._left_bytes and any(_address(b) in self._pinned for b in self._free):
+                    self._drop_oldest()
+                if has_room := wanted and size_bytes <= self._left_bytes:
+                    self._left_bytes -= size_bytes
+            if has_room:
+                block = self._new_pinned(size_bytes, device)
+                break
+            if not wanted or self._left_bytes < 0 or not reclaim():
+                block = flat_block(size_bytes)
                 break
         with self._lock:
             self._lent[_address(block)] = block
         return block[:size_bytes].view(dtype).reshape(shape)
 
     def _reused(self, size_bytes: int) -> np.ndarray | None:
+        """A free block that fits."""
         with self._lock:
             fitting = [block for block in self._free if size_bytes <= block.nbytes <= _WASTE_MAX * size_bytes]
             block = min(fitting, key=lambda block: block.nbytes, default=None)
             self._free = [each for each in self._free if each is not block]
         return block
 
+    def _drop_oldest(self) -> None:
+        self._left_bytes += self._pinned.pop(_address(self._free.pop(0)), 0)
+
+    def _new_pinned(self, size_bytes: int, device: Any) -> np.ndarray:
+        """Pinned memory of the room that was taken for it. Where JAX has none after all, it is not asked again."""
+        block = _pinned_block(size_bytes, device)
+        with self._lock:
+            if block is None:
+                self._left_bytes = -1 << 60
+            else:
+                self._pinned[_address(block)] = size_bytes
+        return flat_block(size_bytes) if block is None else block
+
     def give_back(self, blocks: Iterable[np.ndarray]) -> None:
         """The transfers of these arrays are over. Those that are not of this memory are left alone."""
         with self._lock:
             self._free += [lent for each in blocks if (lent := self._lent.pop(_address(each), None)) is not None]
+            while sum(block.nbytes for block in self._free) > PINNED_MAX_BYTES:
+                self._drop_oldest()
 
 
-def _pinned_block(size_bytes: int, device: Any) -> np.ndarray:
-    """Flat pinned memory; other memory where JAX has no room for it. The device does not see it."""
+def _pinned_block(size_bytes: int, device: Any) -> np.ndarray | None:
+    """Flat pinned memory; None where JAX has no room for it. The device does not see it."""
     memory = np.empty(size_bytes, np.uint8)  # untouched: its pages are not made to be read
     try:
         with jax.transfer_guard("allow"):
@@ -71,7 +94,7 @@ def _pinned_block(size_bytes: int, device: Any) -> np.ndarray:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return memory
+        return None
 
 
 def _address(block: np.ndarray) -> int:

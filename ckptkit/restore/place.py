@@ -130,9 +130,10 @@ def _local_devices(sharding: jax.sharding.Sharding) -> tuple[int, bool]:
 @lru_cache(maxsize=4096)
 def _copying_device(sharding: jax.sharding.Sharding) -> Any:
     """A device of this process that copies what it is given, if all of them do; None otherwise: CPU devices take the
-    memory of a block as it is."""
+    memory of a block as it is, and for other memory of the host that is not known."""
     devices = list(sharding.addressable_devices)
-    return devices[0] if all(device.platform != "cpu" for device in devices) else None
+    usual = sharding.memory_kind in (None, devices[0].default_memory().kind)
+    return devices[0] if usual and all(device.platform != "cpu" for device in devices) else None
 
 
 @final
@@ -140,8 +141,9 @@ class Placer:
     """Places leaves as they are proven, from any thread: transfers are dispatched for many leaves at once, and small
     leaves are placed many at a time.
 
-    Host memory: two batches of `BATCH_BYTES` whose transfers are under way, and one that is being filled; a larger
-    leaf is a batch of its own. The leaves of the last batch are in `leaves` after `finish`.
+    Host memory: two batches of `BATCH_BYTES` whose transfers are under way, one that is being filled, and blocks that
+    wait to be used again (`Landing`); a larger leaf is a batch of its own. The leaves of the last batch are in `leaves`
+    after `finish`.
     """
 
     def __init__(self) -> None:

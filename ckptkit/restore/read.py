@@ -73,7 +73,7 @@ def execute(
     announced: frozenset[int] = frozenset(),
     counted: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, int]:
-    """Reads and proves every box of the plan into fresh host memory; returns the bytes read by tier.
+    """Reads and proves every box of the plan into host memory; returns the bytes read by tier.
 
     `proven(key, blocks)` is called for each leaf as soon as all of its boxes are read, on the thread that read the last
     one, while others are still being read. If a box is damaged, or a process does not answer, the box is read from the

@@ -15,12 +15,12 @@ import numpy as np
 from ckptkit.model.digests import copy_digested, digest_of
 from ckptkit.snapshot.describe import Digests, SlotExtent
 from ckptkit.snapshot.shards import Shard, in_pinned_memory, is_read_from_pinned
-from ckptkit.util.sharing import SMALL_BYTES, copy_threads, share_work
+from ckptkit.util.sharing import SMALL_BYTES, copy_threads, host_processes, share_work
 
 Copied = Callable[[int, int, str], None]  # of a cell: its byte range in the slot, and its digest
 WINDOW_BYTES = 256 << 20  # of host memory for each device whose boxes are being transferred, at least
-# Of all devices together. A cell (64 MiB) is copied by one thread: twelve of them have one each, and as much is being
-# transferred meanwhile. With 512 MB a save of 14.5 GB took 0.93 s on a GPU, with four to five threads at work.
+# Of all devices of a host together. A cell (64 MiB) is copied by one thread: twelve of them have one each, and as much
+# is being transferred meanwhile. With 512 MB a save of 14.5 GB took 0.93 s on a GPU, with four to five threads at work.
 WINDOWS_BYTES = 1536 << 20
 
 
@@ -39,10 +39,11 @@ def copy_shards(
     digests = {extent.number: [""] * len(extent.cells) for _, extent in shards}
     # Large ones first: what is left for the end is short, so no thread waits long for another.
     large_bytes = sum(_nbytes(shard) for shard in shards if _nbytes(shard) >= SMALL_BYTES)
+    window = window_bytes(len({extent.device for _, extent in shards} - {None}))
     large = _Transfers(
-        sorted((each for each in shards if _nbytes(each) >= SMALL_BYTES), key=lambda each: -_nbytes(each))
+        sorted((each for each in shards if _nbytes(each) >= SMALL_BYTES), key=lambda each: -_nbytes(each)), window
     )
-    small = _Transfers([each for each in shards if _nbytes(each) < SMALL_BYTES])
+    small = _Transfers([each for each in shards if _nbytes(each) < SMALL_BYTES], window)
     shards.clear()
     cells: deque[tuple[np.ndarray, int, int, int, SlotExtent]] = deque()
     opening = threading.Lock()
@@ -113,7 +114,7 @@ def transfer_bytes(extents: Iterable[SlotExtent], *, pinned: bool = False) -> in
 
 def window_bytes(devices: int) -> int:
     """The window of each of so many devices of this process."""
-    return max(WINDOW_BYTES, WINDOWS_BYTES // max(1, devices))
+    return max(WINDOW_BYTES, WINDOWS_BYTES // (max(1, devices) * host_processes()))
 
 
 @final
@@ -124,12 +125,13 @@ class _Transfers:
     `next` is called by one thread at a time, `done` by any.
     """
 
-    def __init__(self, shards: list[Shard]):
+    def __init__(self, shards: list[Shard], window: int):
+        self._window = window
+        self._pins = True  # until JAX has no room for pinned memory: it may wait for seconds before it reports that
         self._waiting = deque(_by_turns(shards))
         self._begun: deque[Shard] = deque()
         self._missing = {extent.number: len(extent.cells) for _, extent in shards if extent.device is not None}
         self._used = Counter[Any]()
-        self._window = window_bytes(len({extent.device for _, extent in shards}))
         self._changed = threading.Condition()
 
     def next(self) -> tuple[np.ndarray, SlotExtent] | None:
@@ -143,9 +145,8 @@ class _Transfers:
         try:
             data = _bytes_of(array)
         except BaseException:
-            with self._changed:  # the others are not copied either, and no thread waits for them
-                self._waiting.clear()
-                self._begun.clear()
+            with self._changed:
+                self._end()
             raise
         if not extent.cells:
             self._release(extent)
@@ -179,26 +180,35 @@ class _Transfers:
                     break
                 self._used[extent.device] += nbytes
             opened.append(self._waiting.popleft())
-        self._begun += _begun(opened)
+        try:
+            self._begun += self._transferred(opened)
+        except BaseException:
+            self._end()
+            raise
         return bool(self._begun) or not self._waiting
 
+    def _end(self) -> None:
+        """The other shards are not copied either, and no thread waits for them."""
+        self._waiting.clear()
+        self._begun.clear()
+        self._changed.notify_all()
 
-def _begun(shards: list[Shard]) -> list[Shard]:
-    """The shards, the transfers of those on devices begun. None of them is waited for."""
-    pinned = [at for at, (_, extent) in enumerate(shards) if extent.device and is_read_from_pinned(extent.device)]
-    if pinned:
-        try:
-            for at, shard in zip(pinned, in_pinned_memory([shards[at] for at in pinned]), strict=True):
-                shards[at] = shard
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            pinned = []  # pageable memory is slower, and there is more of it
-    for at in set(range(len(shards))).difference(pinned):
-        array, extent = shards[at]
-        if extent.device is not None:
-            array.copy_to_host_async()
-    return shards
+    def _transferred(self, shards: list[Shard]) -> list[Shard]:
+        """The shards, the transfers of those on devices begun. None of them is waited for."""
+        pinned = [at for at, (_, extent) in enumerate(shards) if extent.device and is_read_from_pinned(extent.device)]
+        if pinned and self._pins:
+            try:
+                for at, shard in zip(pinned, in_pinned_memory([shards[at] for at in pinned]), strict=True):
+                    shards[at] = shard
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                self._pins = False  # pageable memory is slower, and there is more of it
+        for at in set(range(len(shards))).difference(pinned if self._pins else ()):
+            array, extent = shards[at]
+            if extent.device is not None:
+                array.copy_to_host_async()
+        return shards
 
 
 def _by_turns(shards: Iterable[Shard]) -> list[Shard]:

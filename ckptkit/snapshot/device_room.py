@@ -73,11 +73,16 @@ class DeviceRoom:
         return budget, f"{min(budget.values(), default=0) / 1e9:.1f} GB of each device are free for copies"
 
     def free_now(self, devices: Sequence[Any]) -> dict[Any, int] | None:
-        """The bytes that are not in use on each device; None where one does not report its memory."""
+        """The bytes that are not in use on each device, at most those of the caller's limit. None without a limit
+        if a device does not report its memory."""
         stats = {device: self._memory.stats(device) for device in devices}
-        if not all("bytes_limit" in each for each in stats.values()):
+        if self._bytes_max is None and not all("bytes_limit" in each for each in stats.values()):
             return None
-        return {device: each["bytes_limit"] - each.get("bytes_in_use", 0) for device, each in stats.items()}
+        free = {}
+        for device, each in stats.items():
+            room = each.get("bytes_limit", 1 << 60) - each.get("bytes_in_use", 0)
+            free[device] = room if self._bytes_max is None else min(room, self._bytes_max - self._live[device])
+        return free
 
     def take(self, taken: Mapping[Any, int]) -> None:
         """Copies of so many bytes are made."""

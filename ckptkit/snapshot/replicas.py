@@ -19,7 +19,7 @@ from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import LeafRecord
 from ckptkit.model.policies import ReplicaPolicy
 from ckptkit.snapshot.describe import Description, Digests, LeafSource, SlotExtent
-from ckptkit.snapshot.shards import Held, by_device
+from ckptkit.snapshot.shards import Held, by_device, unusual_kind
 
 COPIES_MAX = 512  # of a save: each costs the step loop some 50 microseconds, however small it is
 BoxHolders = tuple[int, ...]  # processes, ascending
@@ -179,7 +179,9 @@ def twin_shards(
             kept.device and local_replica.device,
             kept=False,
         )
-        held.append(Held(local[key][local_replica.device], (local_replica.device,), (extent,)))
+        sharding = description.items[local_replica.item][local_replica.leaf].sharding
+        kind = unusual_kind(sharding, local_replica.device)
+        held.append(Held(local[key][local_replica.device], (local_replica.device,), (extent,), kind))
     return held
 
 

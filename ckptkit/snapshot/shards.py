@@ -150,7 +150,7 @@ def _held(source: LeafSource, value: Any, extents: Iterator[SlotExtent]) -> Iter
     if not source.devices:
         yield Held(np.asarray(value, np.dtype(source.record.dtype)), (), (next(extents),))
         return
-    value, kind = _plain(source, value), _unusual(source.sharding, source.devices[0])
+    value, kind = _plain(source, value), unusual_kind(source.sharding, source.devices[0])
     if source.first and value.is_fully_replicated:
         yield Held(value.addressable_data(0), source.devices, (next(extents),), kind)
     elif value.is_fully_addressable and count == value.sharding.num_devices:
@@ -162,7 +162,8 @@ def _held(source: LeafSource, value: Any, extents: Iterator[SlotExtent]) -> Iter
 
 
 @lru_cache(maxsize=4096)
-def _unusual(sharding: jax.sharding.Sharding | None, device: Any) -> str | None:
+def unusual_kind(sharding: jax.sharding.Sharding | None, device: Any) -> str | None:
+    """The kind of memory of an array where it is not its device's usual one."""
     kind = None if sharding is None else sharding.memory_kind
     return None if kind == device.default_memory().kind else kind
 

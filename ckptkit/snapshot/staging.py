@@ -59,8 +59,8 @@ class Staging:
 class Stager:
     """Stages the saves of one process. `begin` is called by one thread, what it returns is finished by any.
 
-    `host`: what pinned host memory is taken from. `device_bytes_max`: see `SaveOptions.device_copy_bytes_max`.
-    `devices`: for tests.
+    `host`: where copies in pinned memory and windows are counted. `device_bytes_max`: see
+    `SaveOptions.device_copy_bytes_max`. `devices`: for tests.
     """
 
     def __init__(

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-_CORES = os.cpu_count() or 1
+_CORES = len(os.sched_getaffinity(0))
 # Most of the cores: on 16 of them 4 threads copy and digest 16 GB/s, 8 do 27, 12 do 33 and 16 do 30 (bench/LOG.md).
 COPY_THREADS = min(12, max(min(4, _CORES), _CORES * 3 // 4))
+_host = {"processes": 1}
 SMALL_BYTES = 64 << 10  # below it a piece is bound by the interpreter
 _SHARED_BYTES = 16 << 20  # below it the copy is over before a second thread has started
 
@@ -28,5 +29,15 @@ def share_work(work: Callable[[], None], threads: int, meanwhile: Callable[[], N
 
 
 def copy_threads(size_bytes: int) -> int:
-    """How many threads copying so many bytes is worth."""
-    return COPY_THREADS if size_bytes >= _SHARED_BYTES else 1
+    """How many threads copying so many bytes is worth: this process's part of those of its host, or four."""
+    return max(min(4, COPY_THREADS), COPY_THREADS // host_processes()) if size_bytes >= _SHARED_BYTES else 1
+
+
+def host_processes() -> int:
+    """The processes of the job on this host that share its cores and memory, as far as a manager has counted them."""
+    return _host["processes"]
+
+
+def share_host(processes: int) -> None:
+    """So many processes of the job are on this host."""
+    _host["processes"] = max(1, processes)

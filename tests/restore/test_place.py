@@ -245,41 +245,72 @@ def test_blocks_are_used_again_once_they_are_transferred(monkeypatch: pytest.Mon
     assert len(set(taken)) <= 30, "three batches of two, and the eight that each thread reads together"
 
 
-def test_memory_for_gpus_is_pinned_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restore would pin as much memory as the state has, at 0.6 s for each GB."""
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each block of pinned memory, of which there are at most four MiB."""
     monkeypatch.setattr(landing, "is_read_from_pinned", lambda device: True)
-    monkeypatch.setattr(landing, "PINNED_MAX_BYTES", 3 << 20)
-    kinds: list[Any] = []
-    put = jax.device_put
+    monkeypatch.setattr(landing, "PINNED_MAX_BYTES", 4 << 20)
+    found: list[int] = []
+    usual = landing._pinned_block
 
-    def noted(value: Any, where: Any) -> Any:
-        kinds.append(where.memory_kind)
-        if len(kinds) == 3:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
-        return put(value, where)
+    def noted(size_bytes: int, device: Any) -> Any:
+        found.append(size_bytes)
+        return usual(size_bytes, device)
 
-    monkeypatch.setattr(jax, "device_put", noted)
-    memory, device = Landing(), jax.devices()[0]
-    full: list[int] = []
+    monkeypatch.setattr(landing, "_pinned_block", noted)
+    return found
+
+
+MIB, BYTES = 1 << 20, np.dtype(np.uint8)
+
+
+def test_memory_for_gpus_is_pinned_up_to_a_limit(pinned: list[int]) -> None:
+    """A restore would pin as much memory as the state has, at 0.7 s for each GB, while no step runs."""
+    memory, device, waited = Landing(), jax.devices()[0], list[int]()
 
     def reclaim() -> bool:
-        full.append(len(kinds))
-        if len(full) == 1:
+        waited.append(len(pinned))
+        if len(waited) == 1:
             return False
-        memory.give_back([blocks[0]])
+        memory.give_back([blocks[0], np.zeros(3)])
         return True
 
     with jax.transfer_guard("disallow"):
-        blocks = [memory.take((512, 512), np.dtype(np.float32), device, reclaim) for _ in range(4)]
-    assert kinds == ["pinned_host"] * 3
-    assert full == [3], "no transfer is under way: the fourth is of other memory"
+        blocks = [memory.take((2, MIB), BYTES, device, reclaim) for _ in range(3)]
+    assert pinned == [2 * MIB] * 2
+    assert waited == [2], "no transfer is under way: the third is of other memory"
     for number, block in enumerate(blocks):
         block[:] = number
-    assert [block.mean() for block in blocks] == [0, 1, 2, 3]
-    again = blocks[2].ctypes.data
-    memory.give_back([blocks[2], np.zeros(3)])
-    assert memory.take((8,), np.dtype(np.int8), device).ctypes.data != again, "a small box does not take a large block"
-    assert memory.take((700, 700), np.dtype("bfloat16"), device).ctypes.data == again
-    assert memory.take((700, 700), np.dtype("bfloat16"), device).ctypes.data != again
-    first = blocks[0].ctypes.data
-    assert memory.take((512, 512), np.dtype(np.int32), device, reclaim).ctypes.data == first, "it is waited for"
+    assert [block.mean() for block in blocks] == [0, 1, 2]
+    again = memory.take((700, 1400), np.dtype("bfloat16"), device, reclaim)
+    assert again.ctypes.data == blocks[0].ctypes.data, "it is waited for"
+    assert len(waited) == 2
+    memory.take((5, MIB), BYTES, device, reclaim)
+    assert len(waited) == 2, "a box beyond the limit waits for nothing"
+
+
+def test_pinned_memory_of_other_sizes_makes_room(pinned: list[int]) -> None:
+    """Large blocks that nothing uses would keep all smaller boxes from pinned memory."""
+    memory, device = Landing(), jax.devices()[0]
+    memory.give_back([memory.take((2, MIB), BYTES, device) for _ in range(2)])
+    small = [memory.take((MIB,), BYTES, device, lambda: pytest.fail("nothing to wait for")) for _ in range(4)]
+    assert pinned == [2 * MIB] * 2 + [MIB] * 4
+    memory.give_back(small)
+    large = [np.asarray(memory.take((3, MIB), BYTES, device)) for _ in range(3)]
+    memory.give_back(large)
+    assert sum(block.nbytes for block in memory._free) <= 4 * MIB, "the host's memory would fill with unused blocks"
+
+
+def test_refused_pinned_memory_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch, pinned: list[int]) -> None:
+    """JAX may wait for seconds before it reports that it has none, and a restore would wait so for each leaf."""
+
+    def refuse(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
+
+    monkeypatch.setattr(jax, "device_put", refuse)
+    memory, device = Landing(), jax.devices()[0]
+    blocks = [memory.take((MIB,), BYTES, device, lambda: pytest.fail("it would not help")) for _ in range(3)]
+    assert pinned == [MIB]
+    for number, block in enumerate(blocks):
+        block[:] = number
+    assert [block[0] for block in blocks] == [0, 1, 2]
