@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptkit.model.digests import copy_digested, digest_of
 from ckptkit.snapshot.describe import Digests, SlotExtent
-from ckptkit.snapshot.shards import Shard, in_pinned_memory, is_read_from_pinned
+from ckptkit.snapshot.shards import Shard, in_pinned_memory, is_read_from_pinned, unless_full
 from ckptkit.util.sharing import SMALL_BYTES, copy_threads, host_processes, share_work
 
 Copied = Callable[[int, int, str], None]  # of a cell: its byte range in the slot, and its digest
@@ -197,13 +197,10 @@ class _Transfers:
         """The shards, the transfers of those on devices begun. None of them is waited for."""
         pinned = [at for at, (_, extent) in enumerate(shards) if extent.device and is_read_from_pinned(extent.device)]
         if pinned and self._pins:
-            try:
-                for at, shard in zip(pinned, in_pinned_memory([shards[at] for at in pinned]), strict=True):
-                    shards[at] = shard
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                self._pins = False  # pageable memory is slower, and there is more of it
+            copies = unless_full(lambda: in_pinned_memory([shards[at] for at in pinned]))
+            self._pins = copies is not None  # pageable memory is slower, and there is more of it
+            for at, copy in zip(pinned, copies or (), strict=self._pins):
+                shards[at] = copy
         for at in set(range(len(shards))).difference(pinned if self._pins else ()):
             array, extent = shards[at]
             if extent.device is not None:

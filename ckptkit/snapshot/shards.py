@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from ckptkit.snapshot.describe import Description, LeafSource, SlotExtent
 
 PINNED = "pinned_host"
+_Made = TypeVar("_Made")
 Shard = tuple[Any, SlotExtent]  # a single-device array or a NumPy one, and where it goes
 
 
@@ -73,6 +74,16 @@ def is_read_from_pinned(device: Any) -> bool:
     copies are of pageable memory: on an H200 1.9 GB/s, against 54 to pinned memory (bench/LOG.md). A TPU may keep
     another layout there than NumPy's, so its arrays would be copied once more."""
     return device.platform == "gpu" and has_pinned(device)
+
+
+def unless_full(make: Callable[[], _Made]) -> _Made | None:
+    """The result of `make`; None if a device, or JAX's pinned memory, has no room for it (RESOURCE_EXHAUSTED)."""
+    try:
+        return make()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
 
 
 def in_pinned_memory(shards: Sequence[Shard]) -> list[Shard]:

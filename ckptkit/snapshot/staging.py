@@ -12,9 +12,9 @@
 Host arrays are copied on the step loop by every strategy: their owner may change them. No strategy launches a program,
 so none depends on the mesh in context and none compiles.
 
-With `auto` an accelerator's state is staged in groups, in the order of the leaves: `device_copy` for as many as have
-room on the device (`ckptkit.snapshot.device_room`), `block` for the rest, and for arrays that are in host memory
-already. If the backend has no room after all (RESOURCE_EXHAUSTED), all of them are staged by `block`. `pinned_host` is
+With `auto` an accelerator's state is staged in groups, in the order of the leaves. As many as have room on the device
+(`ckptkit.snapshot.device_room`) are staged by `device_copy`, the rest, and arrays that are in host memory already, by
+`block`. If the backend has no room after all (RESOURCE_EXHAUSTED), all of them are staged by `block`. `pinned_host` is
 taken only where it is asked for: JAX has to make pinned memory for the whole state first, and no step runs meanwhile
 (0.7 s for each GB, bench/LOG.md). `block` needs a window of it.
 """
@@ -36,7 +36,7 @@ from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.copying import Copied, copy_shards, transfer_bytes
 from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
-from ckptkit.snapshot.shards import PINNED, Held, Shard, has_pinned, held_arrays
+from ckptkit.snapshot.shards import PINNED, Held, Shard, has_pinned, held_arrays, unless_full
 from ckptkit.util import clock
 
 GROUP_BYTES = 256 << 20  # are staged alike
@@ -239,11 +239,8 @@ class _Groups:
         nothing else is tried then: XLA may wait for seconds before it reports that."""
         kinds = [held.kind or PINNED if choice == "pinned_host" else None for held in several]
         shardings = [held.sharding(kind) for held, kind in zip(several, kinds, strict=True)]
-        try:
-            copied = self._devices.put([held.array for held in several], shardings)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
+        copied = unless_full(lambda: self._devices.put([held.array for held in several], shardings))
+        if copied is None:
             return False
         # Not the arrays themselves: the caller's device memory would be kept in use.
         self.copies += [(_copied(held, kind), copy) for held, kind, copy in zip(several, kinds, copied, strict=True)]

@@ -394,7 +394,7 @@ def test_offloaded_leaves_never_take_device_memory() -> None:
     memory = np.zeros(description.slot_bytes, np.uint8)
     allocator = Allocator(1 << 30)
     Stager(None, allocator).begin("device_copy", description, {"default": state}, memory).finish()
-    assert [nbytes for nbytes, _ in allocator.puts] == [PIECE // 2] * 2
+    assert allocator.puts == [(PIECE // 2, "device")] * 2
     assert (memory[: 4 * PIECE].view(np.float32) == np.arange(PIECE)).all()
 
 

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 import ckptkit
 from ckptkit.guard import Guard
 from ckptkit.restore import place
-from ckptkit.snapshot import describe
+from ckptkit.snapshot import copying, describe
+from ckptkit.snapshot.shards import has_pinned
 from tests.cases import long_except
 from tests.contexts import CONTEXTS, mesh_of
 from tests.states import abstract, assert_same
@@ -73,6 +74,7 @@ def passing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     device, _, strategy = request.param.partition(", ")
     if device == "accelerator":
         monkeypatch.setattr(describe, "is_accelerator", lambda device: True)
+        monkeypatch.setattr(copying, "is_read_from_pinned", has_pinned)  # as on a GPU
     place._local_devices.cache_clear()
     yield strategy
     place._local_devices.cache_clear()
