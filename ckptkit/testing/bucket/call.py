@@ -179,7 +179,7 @@ def _json(method: str, parts: list[str], query: Mapping[str, str]) -> Route | No
             action = _BUCKET_ACTIONS.get(method)
             return Route(kind=CallKind.BUCKET, action=action, bucket=bucket) if action else None
         case [bucket, "o"] if method == "GET":
-            return Route(kind=CallKind.LIST, action="list", bucket=bucket)
+            return Route(kind=CallKind.LIST, action="list", bucket=bucket, name=query.get("prefix", ""))
         case [bucket, "o", name]:
             kind, action = _OBJECT_ACTIONS.get(method, (None, ""))
             if action == "stat" and query.get("alt") == "media":

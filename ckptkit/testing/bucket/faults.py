@@ -145,6 +145,7 @@ Effect = Status | PermissionWithdrawn | QuotaFull | Reset | Truncate | Delay | S
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One line of the script: `effect` on requests of `kinds` (none: all) for `objects` (a glob, `*` has slashes).
+    A listing is hit by its prefix.
 
     Of the matching requests the first `skip` pass; each later one is hit with `probability`, until `count` are.
     """

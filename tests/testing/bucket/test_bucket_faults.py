@@ -95,6 +95,14 @@ def test_fault_selects_by_kind_and_name_and_is_counted(server: BucketServer, htt
     assert server.fired() == [2]
 
 
+def test_fault_selects_a_listing_by_its_prefix(server: BucketServer, http: Http) -> None:
+    """If it failed, a plan for the objects of one run would never hit its listings, and its test could not fail."""
+    server.faults = FaultPlan(faults=(Fault(effect=Status(code=503), kinds=(Kind.LIST,), objects="run/*"),))
+    path = f"/storage/v1/b/{BUCKET}/o"
+    statuses = [http("GET", path, query={"prefix": prefix}).status for prefix in ("run/", "run/1/", "other/", "")]
+    assert statuses == [503, 503, 200, 200]
+
+
 def test_fault_matches_a_name_inside_the_body(server: BucketServer, http: Http) -> None:
     server.faults = FaultPlan(faults=(Fault(effect=Status(code=503), objects="hit"),))
     body = b'--c\r\n\r\n{"name": "%s"}\r\n--c\r\n\r\nx\r\n--c--'
