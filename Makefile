@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
+INSTALL := -m pip install --quiet --disable-pip-version-check
+# $(call new_venv,PYTHON,DIR): the pip of Python 3.11 takes two minutes to choose the versions, a newer one half a minute.
+new_venv = $(1) -m venv $(2) && $(2)/bin/python $(INSTALL) --upgrade pip
 # tests/skips.py: what a target may skip in CI because another one runs it.
 export CKPTKIT_TARGET = $@
 
@@ -14,8 +17,8 @@ export CKPTKIT_TARGET = $@
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[trainer,test,lint]'
+	@test -x $(BIN)/python || { $(call new_venv,$(PYTHON),$(VENV)); }
+	$(BIN)/python $(INSTALL) -e '.[trainer,test,lint]'
 	@touch $@
 
 # What only some tests need from Debian's packages; a test that needs one and does not find it says so.
@@ -122,15 +125,15 @@ test-slurm: setup
 
 # S3 against moto's server, in an environment of its own: botocore wants an older python-dateutil than kubernetes.
 test-s3:
-	$(PYTHON) -m venv .venv-s3
-	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check -e '.[trainer,test-core,s3]'
+	$(call new_venv,$(PYTHON),.venv-s3)
+	.venv-s3/bin/python $(INSTALL) -e '.[trainer,test-core,s3]'
 	.venv-s3/bin/python -m pip freeze --exclude-editable | grep -i botocore | sed 's/^botocore==/boto3==/' > .venv-s3/boto.txt
-	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-s3/boto.txt -e '.[s3-test]'
+	.venv-s3/bin/python $(INSTALL) -c .venv-s3/boto.txt -e '.[s3-test]'
 	.venv-s3/bin/python -m pytest tests/manager/test_s3.py tests/store/test_remote.py
 
 # The formats of torch and of compressed-tensors, against the libraries that wrote them.
 test-others: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[others]'
+	$(BIN)/python $(INSTALL) -e '.[others]'
 	$(BIN)/python -m pytest tests/formats tests/conversion -k 'torch or hugging_face_loads or same_logits'
 
 # What the pages show of the commands, from the commands themselves.
@@ -158,14 +161,14 @@ release: setup
 VERSION_TESTS := tests/model tests/util tests/job tests/store tests/slots tests/durable tests/snapshot tests/schedule tests/save \
   tests/restore tests/manager tests/goodput tests/schedule/simulation tests/dropin tests/interop tests/v1 tests/surgery tests/test_events.py
 test-floor:
-	$(PYTHON) -m venv .venv-floor
+	$(call new_venv,$(PYTHON),.venv-floor)
 	$(PYTHON) tools/floor.py > .venv-floor/floor.txt
-	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-floor/floor.txt -e '.[trainer,test-core]'
+	.venv-floor/bin/python $(INSTALL) -c .venv-floor/floor.txt -e '.[trainer,test-core]'
 	.venv-floor/bin/python -m pytest $(VERSION_TESTS)
 
 test-newest:
-	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[trainer,test]'
+	$(call new_venv,$(PYTHON),.venv-newest)
+	.venv-newest/bin/python $(INSTALL) --upgrade --upgrade-strategy eager -e '.[trainer,test]'
 	.venv-newest/bin/python -m pytest $(VERSION_TESTS)
 
 # Public trainers over ckptkit, each in an environment of its own: docs/migrate.md has the table.
@@ -193,19 +196,19 @@ strangers: $(STRANGERS:%=stranger-%)
 strangers-ci: stranger-blaxbird
 
 stranger-%:
-	$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-stranger-$*
-	.venv-stranger-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGES_$*) pytest -e .
-	.venv-stranger-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(LONE_$*) -e .
+	$(call new_venv,$(or $(PYTHON_$*),$(PYTHON)),.venv-stranger-$*)
+	.venv-stranger-$*/bin/python $(INSTALL) $(PACKAGES_$*) pytest -e .
+	.venv-stranger-$*/bin/python $(INSTALL) --no-deps $(LONE_$*) -e .
 	.venv-stranger-$*/bin/python -m pytest -o addopts= -o faulthandler_timeout=1200 -k $* tests/strangers
 
 # Exporters and dashboards against Prometheus (`make setup-system`), an OTLP collector, TensorBoard and W&B.
 test-telemetry: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[telemetry-test]'
+	$(BIN)/python $(INSTALL) -e '.[telemetry-test]'
 	$(BIN)/python -m pytest -m "not slow" tests/goodput/exporters tests/bench/test_exporters.py
 
 # The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
 docs: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python $(INSTALL) -e '.[docs]'
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 lint: setup
