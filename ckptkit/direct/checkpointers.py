@@ -9,6 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ckptkit.direct.handlers import proving
+from ckptkit.direct.loading import path_to_load
 from ckptkit.job.coordination import refuse_unjoined
 from ckptkit.model import paths
 from ckptkit.store.backends import properties_of
@@ -152,11 +153,17 @@ def load(path: str | os.PathLike[str], abstract: Any = None, *, trusted: str | o
     with the SHA-256 that was signed.
 
     Raises `CorruptCheckpointError` for damage, `TreeMismatchError` with all differences, FileNotFoundError where
-    nothing is there, `StoreError` for what cannot be reached. With `trusted`, raises `UntrustedStepError` for what is
-    not signed or not what was signed, and `SigningKeyError` for a key that cannot be used.
+    nothing is there, or a manager's step or root (its message has the items), `StoreError` for what cannot be reached.
+    With `trusted`, raises `UntrustedStepError` for what is not signed or not what was signed, and `SigningKeyError` for
+    a key that cannot be used.
     """
     with Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         if trusted is not None:
             checkpointer._handler.trust(trusted)
         args: Any = ocp.args
-        return checkpointer.restore(root_url(path), args=args.StandardRestore(abstract))
+        try:
+            return checkpointer.restore(root_url(path), args=args.StandardRestore(abstract))
+        except FileNotFoundError as error:
+            if (instead := path_to_load(root_url(path))) is not None:
+                raise FileNotFoundError(instead) from error
+            raise

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, final
 
-from ckptkit.durable.lifecycle.classify import is_committed
+from ckptkit.durable.lifecycle.classify import content_of, is_committed, kind_of_item
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.durable.signatures import TrustedKey
 from ckptkit.errors import CorruptCheckpointError, UntrustedStepError
@@ -33,6 +33,26 @@ class Loaded:
 
     tree: Any = None
     proven: bool
+
+
+def path_to_load(url: str) -> str | None:
+    """The message for who gives the directory of a manager's step, or of its steps, in place of an item's. None where
+    `url` is neither. Cost: a listing, and one of each directory in it."""
+    store = open_store(url)
+    names = store.list("")
+    match content_of(names, store.list):
+        case "step":
+            items = [name.rstrip("/") for name in names if name.endswith("/")]
+            arrays = [name for name in items if kind_of_item(store.list(name)) == "arrays"]
+            what = ", ".join(f"{url}/{name}" for name in arrays) or "none has arrays"
+            return f"{url} is a step of a manager, and not a tree: give the directory of one of its items ({what})"
+        case "root":
+            return (
+                f"{url} has the steps of a manager, and is not a tree: give the directory of an item, {url}/STEP/ITEM "
+                f"(`ckptkit steps {url}` lists the steps), or restore it with ckptkit.CheckpointManager"
+            )
+        case _:
+            return None
 
 
 def _refuse_unfinished(url: str) -> None:

@@ -117,6 +117,19 @@ def test_item_of_a_step_loads_verified(tmp_path: Path) -> None:
         ckptkit.load(tmp_path / "5" / "default")
 
 
+def test_directory_of_a_step_or_root_names_what_can_be_loaded(tmp_path: Path) -> None:
+    """If it failed, who gives a manager's step or root would read of a missing `_METADATA`, and take it for lost."""
+    with ocp.CheckpointManager(tmp_path) as manager:
+        items = {"state": ocp.args.StandardSave({"w": jnp.ones(4)}), "notes": ocp.args.JsonSave({"run": 1})}
+        manager.save(3, args=ocp.args.Composite(**items))
+    with pytest.raises(FileNotFoundError, match=rf"is a step .* one of its items \({tmp_path}/3/state\)$"):
+        ckptkit.load(tmp_path / "3")
+    with pytest.raises(FileNotFoundError, match=f"of an item, {tmp_path}/STEP/ITEM .`ckptkit steps {tmp_path}`"):
+        ckptkit.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="not found"):
+        ckptkit.load(tmp_path / "nowhere")
+
+
 @pytest.mark.parametrize("manager_of", [ckptkit.CheckpointManager, ocp.CheckpointManager])
 def test_manager_that_is_given_a_checkpointer_keeps_its_own_steps(tmp_path: Path, manager_of: Any) -> None:
     """Older code gives checkpointers to managers: a step with sidecars of a lone tree would be a damaged one."""
