@@ -85,7 +85,7 @@ class DurableRetry:
                 yield from write(number)
             except Exception as caught:  # noqa: BLE001  voted on: a process that does not vote stops the others
                 error = caught
-            verdict = yield from self._verdict(error, durable, save_id, name)
+            verdict = yield from self._verdict(error, durable, save_id, name, is_last=retries_left == 0)
             if verdict["done"]:
                 self._succeeded(step, verdict)
                 return
@@ -135,7 +135,7 @@ class DurableRetry:
         self._events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=said, pause_s=pause_s)
 
     def _verdict(
-        self, error: Exception | None, durable: DurableSteps, save_id: SaveId, name: str
+        self, error: Exception | None, durable: DurableSteps, save_id: SaveId, name: str, *, is_last: bool
     ) -> Generator[Effect, Any, dict[str, Any]]:
         mine = None if error is None else [is_transient(error), type(error).__name__, str(error)]
 
@@ -153,6 +153,8 @@ class DurableRetry:
             done = _is_there(lambda: durable.holds(save_id))
             if done:
                 booked()
+            elif is_last or not transient:
+                self._voting.losing(DURABLE)
             return {
                 "done": done,
                 "transient": transient,

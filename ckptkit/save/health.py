@@ -48,7 +48,7 @@ class SaveHealth:
         self._policy = policy
         self._lock = threading.Lock()
         self._lost_in_row = 0  # saves that no tier has committed
-        self._since_s: dict[str, float] = {}  # by tier, the first loss after the last commit
+        self._lost_s: dict[str, tuple[float, float]] = {}  # by tier, the first and the last loss since the last commit
         self._reason = ""
         self._announced: str | None = None
 
@@ -56,17 +56,25 @@ class SaveHealth:
         """All processes hold a save in `tier`."""
         with self._lock:
             self._lost_in_row = 0
-            self._since_s.pop(_ANY, None)
-            self._since_s.pop(tier, None)
+            self._lost_s.pop(_ANY, None)
+            self._lost_s.pop(tier, None)
 
     def lost(self, step: int, tier: str, reason: str, *, gone: bool) -> None:
         """A save was left out of `tier` for another reason than being too early; `gone`: no tier will have it."""
         with self._lock:
             self._reason = f"step {step}, tier {tier}: {reason}"
-            self._since_s.setdefault(tier, clock.monotonic_s())
-            if gone:
-                self._lost_in_row += 1
-                self._since_s.setdefault(_ANY, clock.monotonic_s())
+            self._lost_in_row += gone
+            self._note(tier, gone=gone)
+
+    def losing(self, tier: str, *, gone: bool) -> None:
+        """Process 0 is about to announce such a loss: the same message has what `overdue` finds with it."""
+        with self._lock:
+            self._note(tier, gone=gone)
+
+    def _note(self, tier: str, *, gone: bool) -> None:
+        now_s = clock.monotonic_s()
+        for name in (tier, _ANY) if gone else (tier,):
+            self._lost_s[name] = self._lost_s.get(name, (now_s, now_s))[0], now_s
 
     def overdue(self) -> str | None:
         """On process 0: why the next `save` is to raise; None where it is not.
@@ -95,13 +103,14 @@ class SaveHealth:
             raise SaveFailedError(f"step {step} is not saved: {why}", step=step)
 
     def _overdue(self, most: int | None, *, age_times: float = 1.0) -> str | None:
-        now_s, why = clock.monotonic_s(), None
+        why = None
         if most is not None and self._lost_in_row >= most:
             why = f"the last {self._lost_in_row} saves were lost (skipped_max={self._policy.skipped_max})"
         for tier, limit_s in self._policy.age_limits_s.items():
-            from_s = self._since_s.get(tier)
-            if from_s is not None and now_s - from_s > age_times * limit_s:
-                why = f"{tier} has committed no save for {now_s - from_s:.0f} s (max_age_s={limit_s:g})"
+            # Until the last loss, not until now: a tier whose saves are further apart has another try.
+            first_s, last_s = self._lost_s.get(tier, (0.0, 0.0))
+            if last_s - first_s > age_times * limit_s:
+                why = f"{tier} has committed no save for {last_s - first_s:.0f} s (max_age_s={limit_s:g})"
         if why is None:
             return None
         self._begin_again()
@@ -109,4 +118,5 @@ class SaveHealth:
 
     def _begin_again(self) -> None:
         self._lost_in_row = 0
-        self._since_s = dict.fromkeys(self._since_s, clock.monotonic_s())
+        now_s = clock.monotonic_s()
+        self._lost_s = dict.fromkeys(self._lost_s, (now_s, now_s))

@@ -23,6 +23,7 @@ from ckptkit.util import clock
 
 _log = logging.getLogger("ckptkit")
 _FAILURES_KEPT = 100
+_NO_LOSS = ("skip", "report")  # to count a report would make each process raise for the loss of another
 
 
 class Outcomes:
@@ -106,9 +107,14 @@ class Outcomes:
         if gone:
             # A save that some tier holds already stays; one that came too early is not a failure.
             self._ledger.fail(save_id, remembered=refusal.policy != "skip")
-        if refusal.policy not in ("skip", "report"):  # to count a report would make each process raise for another's
+        if refusal.policy not in _NO_LOSS:
             self.health.lost(save_id.step, tier, refusal.reason, gone=gone)
         self._events.emit(Kind.SKIPPED, step=save_id.step, tier=tier, policy=refusal.policy, reason=refusal.reason)
+
+    def losing(self, tier: str, policy: str, *, gone: bool) -> None:
+        """Process 0 is about to announce that all processes leave a save out of `tier`."""
+        if policy not in _NO_LOSS:
+            self.health.losing(tier, gone=gone)
 
     def _ended(self, save_id: SaveId, tier: str) -> None:
         """The save will not reach `tier`, nor any other where that is the first."""

@@ -118,7 +118,7 @@ class Voting:
                 except Exception as error:  # noqa: BLE001  voted on: a process that does not vote stops the others
                     refusal = self._outcomes.refused(work.save, work.tier, error)
             try:
-                verdict = yield from self._vote(work, refusal)
+                verdict = yield from self._vote(work, refusal, gone=gone)
                 verdict = yield from work.explain(verdict)
             except CheckpointError as error:
                 self._outcomes.failed(work.save.save_id, work.tier, error)
@@ -156,7 +156,7 @@ class Voting:
         except (CheckpointError, OSError) as error:
             self._outcomes.degraded(work.save.save_id.step, work.tier, error)
 
-    def _vote(self, work: TierWork, refusal: Refusal | None) -> Generator[Effect, Any, Verdict]:
+    def _vote(self, work: TierWork, refusal: Refusal | None, *, gone: bool) -> Generator[Effect, Any, Verdict]:
         """All processes' refusals of a save as one verdict; raises if the exchange fails."""
         save_id, tier, held = work.save.save_id, work.tier, self._held(work.tier)
 
@@ -169,6 +169,8 @@ class Voting:
                 self._log.append(save_id, tier)
                 sets = [{tuple(save) for save in ballot["held"]} for ballot in ballots if ballot["held"] is not None]
                 kept = sorted(set.intersection(*sets)) if sets else None
+            else:
+                self.losing(tier, refused[0], gone=gone)
             return {"refusal": refused, "more": more, "held": kept}
 
         ballot = {
@@ -228,6 +230,10 @@ class Voting:
         if complete:
             self._learned()
         return complete
+
+    def losing(self, tier: str, policy: str = "veto", *, gone: bool = False) -> None:
+        """On process 0, in a judgement: it will tell all processes to leave a save out of `tier`."""
+        self._outcomes.losing(tier, policy, gone=gone)
 
     def known(self) -> list[int]:
         """The decisions of process 0 that this process knows, for a message to process 0."""

@@ -25,7 +25,8 @@ class Retry:
     def __init__(self, coordinator: Coordinator, policy: FailurePolicy, events: EventLog | None = None):
         self.ledger = Ledger(Ancestry(epoch=1))
         log = CommitLog(self.ledger, lambda *_: None)
-        outcomes: Any = SimpleNamespace(health=SaveHealth(policy))
+        health = SaveHealth(policy)
+        outcomes: Any = SimpleNamespace(health=health, losing=lambda tier, _, gone: health.losing(tier, gone=gone))
         voting = Voting(log, outcomes, coordinator.process, lambda _: None)
         self._coordinator = coordinator
         self.breaker = DurableRetry(policy, Job(coordinator=coordinator, events=events or EventLog()), voting, log)

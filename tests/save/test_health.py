@@ -64,7 +64,23 @@ def test_age_of_each_tier_is_limited(clock_s: list[float]) -> None:
     assert health.overdue() is None
     health.committed("ram")
     clock_s[0] += 2
+    lose(health, 1, tier="durable", gone=False)
     assert "durable has committed no save for 101 s (max_age_s=100)" in str(health.overdue())
+
+
+def test_one_lost_save_does_not_end_a_run_that_saves_seldom(clock_s: list[float]) -> None:
+    """A job with a durable save every two hours would be ended by one disturbance of the bucket, without another try."""
+    health = SaveHealth(FailurePolicy(max_age_s=100.0))
+    for _ in range(2):
+        lose(health, 1, tier="durable", gone=False)
+        clock_s[0] += 7200
+        assert health.overdue() is None  # as at each vote of the ramdisk meanwhile
+        health.raise_if_overdue(1)
+        health.committed("durable")
+    lose(health, 1, tier="durable", gone=False)
+    clock_s[0] += 7200
+    lose(health, 1, tier="durable", gone=False)
+    assert "durable has committed no save for 7200 s" in str(health.overdue())
 
 
 def test_no_limit_raises_never(clock_s: list[float]) -> None:
