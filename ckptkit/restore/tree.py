@@ -96,19 +96,20 @@ def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> 
     """
     root: dict[str, Any] = {}
     for leaf in stored:
-        node = root
-        for name in leaf.path[:-1]:
-            node = node.setdefault(name, {})
         if not leaf.path:
             return _abstract_leaf(leaf)
-        node[leaf.path[-1]] = _abstract_leaf(leaf)
+        put_at(root, leaf.path, _abstract_leaf(leaf))
     for path, _, node_there in empties:
-        node = root
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = node_there
+        put_at(root, path, node_there)
     letters = {path: letters for path, letters, _ in empties}
     return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)
+
+
+def put_at(tree: dict[str, Any], path: LeafPath, value: Any) -> None:
+    """Puts a value into nested dicts, of which missing ones are made; `path` has a name at least."""
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
 
 
 def key_shape(leaf: LeafRecord) -> tuple[int, ...]:
