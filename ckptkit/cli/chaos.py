@@ -20,7 +20,6 @@ import click
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON, Parsed, named_number, seconds
-from ckptkit.cli.outputs import write_whole
 from ckptkit.cli.run import COLD, COMMAND, COMMAND_SETTINGS, DEVICES, EVENTS, HANG, PROCESSES
 from ckptkit.cli.text import count_text, print_json, print_line, print_notes, print_table
 from ckptkit.events import EVENTS_DIRECTORY, Event, EventLog
@@ -34,6 +33,7 @@ from ckptkit.launch.policy import ExitCode
 from ckptkit.launch.status import AttachedJob
 from ckptkit.snapshot.state_digest import STATE_DIGEST
 from ckptkit.util.clock import time_text
+from ckptkit.util.whole_file import write_whole
 
 _RUNS = ("disturbed", "undisturbed")
 

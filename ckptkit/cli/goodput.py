@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.outputs import OutputFile, needed, write_whole
+from ckptkit.cli.outputs import OutputFile, needed
 from ckptkit.cli.prices import PRICE, job_price, price_of_hosts, processes_of
 from ckptkit.cli.text import count_text, print_json, print_line, print_part
 from ckptkit.diagnosis.saving import BetterInterval, better_interval
@@ -36,6 +36,7 @@ from ckptkit.goodput import (
 )
 from ckptkit.goodput.prices import Bill, Price, bill_of
 from ckptkit.util.clock import monotonic_s, time_text
+from ckptkit.util.whole_file import write_whole
 
 _FILE = OutputFile()
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)

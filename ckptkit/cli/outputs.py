@@ -1,10 +1,9 @@
-"""Files that a command writes besides its printed output. Checked before the work, and written atomically."""
+"""Files that a command writes besides its printed output: checked before the work, with the packages for it."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +32,3 @@ def needed(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise click.UsageError(f"this needs {module}: {install_command(extra)}") from error
-
-
-def write_whole(path: Path, data: str | bytes) -> None:
-    """Replaces the file in one step: a collector or browser that reads meanwhile never sees half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(data.encode() if isinstance(data, str) else data)
-        beside.replace(path)
-    except OSError as error:
-        error.filename = str(path)  # the one that was asked for
-        raise
-    finally:
-        with suppress(OSError):  # it is not there, or never could be
-            beside.unlink()

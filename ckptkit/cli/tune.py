@@ -10,7 +10,7 @@ import click
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT, size
-from ckptkit.cli.outputs import OutputFile, write_whole
+from ckptkit.cli.outputs import OutputFile
 from ckptkit.cli.text import count_text, print_json, print_line, print_part, print_table, size_text
 from ckptkit.diagnosis.tuner import Proposal, TunePlan, explain_checkpoint, measure, plan_tune
 from ckptkit.diagnosis.tuner.proposing import PROBE_BYTES
@@ -18,6 +18,7 @@ from ckptkit.durable.cells.forecast import SaveForecast
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.util.clock import time_text
+from ckptkit.util.whole_file import write_whole
 
 _KNOBS = ("data_file_bytes", "write_concurrency", "copied_bytes", "read_ahead_bytes", "compression")
 _NUMBERS = ("data file", "concurrency", "copied below", "read ahead")

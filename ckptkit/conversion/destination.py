@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -16,13 +15,13 @@ from pathlib import Path
 from typing import Any, final
 
 from ckptkit.conversion.journal import Journal, Noted, foreign
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.safetensors import INDEX
 from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.store import Stat, Store, open_store, put_new
 from ckptkit.store.backends import BACKENDS, backend_of, properties_of
-from ckptkit.store.local import LocalStore, remove_empty, sync_above, sync_directory, sync_tree
+from ckptkit.store.local import LocalStore, remove_empty, require_free, sync_above, sync_directory, sync_tree
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore
 
@@ -248,11 +247,7 @@ class Destination:
         if self.properties.file_system:
             there = sum(file.stat().st_blocks * 512 for file in Path(self.part).rglob("*"))
             where, needed = self._above, needed_bytes
-        free = shutil.disk_usage(where).free
-        if needed > free + there:
-            raise StoreFullError(
-                f"{where} has {free} bytes free, and {needed} are needed; nothing was written", path=self.target
-            )
+        require_free(where, needed, there_bytes=there, target=self.target)
 
     def commit(self, marker: str | None = None) -> None:
         """Makes what was written the target. Where it is not renamed, a directory of Orbax's is one once `marker` is in

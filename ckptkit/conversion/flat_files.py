@@ -29,7 +29,7 @@ from ckptkit.formats.tensors import Tensor
 from ckptkit.formats.torch import NOTES as TORCH_NOTES
 from ckptkit.formats.torch import STORAGE_OF
 from ckptkit.model.boxes import Box
-from ckptkit.util.disk_file import FileWrites
+from ckptkit.util.disk_file import FileWrites, write_all
 from ckptkit.util.pages import PAGE_BYTES
 
 FlatFormat = Literal["safetensors", "npz", "torch"]
@@ -93,7 +93,7 @@ def write_frame(fd: int, plan: FlatFile, sums: Mapping[str, int]) -> None:
     other tensors are read once more."""
     for member in plan.members:
         if member.tensor is None:
-            _write_all(fd, member.data, member.start)
+            write_all(fd, member.data, member.start)
     if plan.format != "safetensors":
         _write_zip_frame(fd, plan, sums)
 
@@ -132,13 +132,6 @@ def _runs(start: int, block: np.ndarray, box: Box, tensor: Tensor) -> Iterator[t
     for number, index in enumerate(np.ndindex(*outer)):
         at = first + itemsize * sum(i * s for i, s in zip(index, strides, strict=False))
         yield at, raw[number * run : (number + 1) * run]
-
-
-def _write_all(fd: int, data: Any, at: int) -> None:
-    view = memoryview(data)
-    while view.nbytes:
-        count = os.pwrite(fd, view[: 1 << 30], at)
-        view, at = view[count:], at + count
 
 
 def _plan_safetensors(name: str, tensors: Tensors) -> FlatFile:
@@ -237,7 +230,7 @@ def _write_zip_frame(fd: int, plan: FlatFile, sums: Mapping[str, int]) -> None:
         extra = _EXTRA.pack(1, 16, size, size) + struct.pack("<HH", 0x4246, padding) + b"\0" * padding
         common = struct.pack("<HHHHHI", 45, 0x800, 0, 0, 0x21, crc) + struct.pack("<II", 0xFFFFFFFF, 0xFFFFFFFF)
         local = b"PK\x03\x04" + common + struct.pack("<HH", len(name), len(extra)) + name + extra
-        _write_all(fd, local, member.header_at)
+        write_all(fd, local, member.header_at)
         central_extra = struct.pack("<HHQQQ", 1, 24, size, size, member.header_at)
         tail = struct.pack("<HHHHHII", len(name), len(central_extra), len(member.comment), 0, 0, 0, 0xFFFFFFFF)
         directory.append(b"PK\x01\x02" + struct.pack("<H", 45) + common + tail + name + central_extra + member.comment)
@@ -247,7 +240,7 @@ def _write_zip_frame(fd: int, plan: FlatFile, sums: Mapping[str, int]) -> None:
     locator = b"PK\x06\x07" + struct.pack("<IQI", 0, start + len(text), 1)
     short = min(count, 0xFFFF)
     end = b"PK\x05\x06" + struct.pack("<HHHHIIH", 0, 0, short, short, min(len(text), 0xFFFFFFFF), 0xFFFFFFFF, 0)
-    _write_all(fd, text + end64 + locator + end, start)
+    write_all(fd, text + end64 + locator + end, start)
 
 
 def _crc_of(fd: int, start: int, size: int) -> int:

@@ -27,6 +27,7 @@ from ckptkit.model.boxes import Box, blocks_of, boxes_of_cells, cell_shape, cell
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.model.paths import ARRAY_METADATAS, SHARDINGS
+from ckptkit.restore.tree import put_at
 from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import sync_tree
@@ -269,11 +270,7 @@ def _tree(records: list[LeafRecord]) -> Any:
         shards = HostShards(record=record, blocks=[], sidecar=b"", on_written=lambda: None)
         if not record.path:  # the tree is one array: `require_tree` allows no other leaf then
             return shards
-        *above, last = record.path
-        node = tree
-        for part in above:
-            node = node.setdefault(part, {})
-        node[last] = shards
+        put_at(tree, record.path, shards)
     return tree
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ckptkit.diagnosis.layouts import Layout, ShardingReport, report_layouts
+from ckptkit.inspection.words import axes_of
 
 
 def sharding_report(
@@ -34,27 +35,22 @@ def sharding_report(
         if not hasattr(leaf, "shape"):
             continue
         sharding = getattr(leaf, "sharding", None)
-        named = isinstance(sharding, NamedSharding)
-        if named:
+        spec = ()
+        if isinstance(sharding, NamedSharding):
             meshes.append(sharding.mesh)
+            spec = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in sharding.spec]
         layouts.append(
             Layout(
                 name=jax.tree_util.keystr(path, simple=True, separator="/"),
                 shape=tuple(leaf.shape),
                 itemsize=_itemsize(leaf.dtype),
-                spec=tuple(_axes(entry) for entry in sharding.spec) if named else (),
+                spec=tuple(map(axes_of, spec)),
             )
         )
     if mesh is None and not meshes:
         raise ValueError("sharding_report: no leaf has a NamedSharding; give the mesh that the state is to lie on")
     chosen = meshes[0] if mesh is None else mesh
     return report_layouts(layouts, dict(chosen.shape), replica_axes=replica_axes)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    if not isinstance(entry, str | tuple):
-        return ()  # None, or left to the compiler
-    return (entry,) if isinstance(entry, str) else tuple(map(str, entry))
 
 
 def _itemsize(dtype: Any) -> int:

@@ -32,6 +32,7 @@ from ckptkit.durable.orbax import files as orbax_files
 from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
 from ckptkit.durable.orbax.manager import METRICS_ITEM
+from ckptkit.durable.orbax.partial import names_in
 from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, strings_text
 from ckptkit.durable.sidecars import join_sidecars, written_sidecar
 from ckptkit.errors import CheckpointError, TransientStoreError
@@ -428,18 +429,14 @@ def _sync(path: str) -> None:
 
 def _texts_of(tree: Any) -> dict[str, str]:
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(_path_of(keypath)): leaf for keypath, leaf in flat if isinstance(leaf, str)}
-
-
-def _path_of(keypath: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keypath)
+    return {".".join(names_in(keypath)): leaf for keypath, leaf in flat if isinstance(leaf, str)}
 
 
 def _host_leaf(keypath: Any, leaf: Any) -> tuple[LeafRecord, list[tuple[Box, np.ndarray]]]:
     """A leaf of host memory as Orbax stores it: one cell."""
     block = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
     record = LeafRecord(
-        path=_path_of(keypath),
+        path=names_in(keypath),
         keys="",
         kind="numpy",
         shape=block.shape,

@@ -91,9 +91,11 @@ def partition(intervals: Iterable[Interval]) -> list[Interval]:
     return segments
 
 
-def sum_parts(segments: Iterable[Interval], from_s: float, to_s: float) -> dict[Part, float]:
-    """Seconds of each part between two moments."""
-    pieces: dict[Part, list[float]] = {part: [] for part in Part}
+def sum_parts(
+    segments: Iterable[Interval], from_s: float, to_s: float, parts: Iterable[Any] = Part
+) -> dict[Any, float]:
+    """Seconds of each part, or of each phase where these are the `parts`, between two moments."""
+    pieces: dict[Any, list[float]] = {part: [] for part in parts}
     for segment in segments:
         pieces[segment.part].append(max(0.0, min(segment.end_s, to_s) - max(segment.start_s, from_s)))
     return {part: math.fsum(seconds) for part, seconds in pieces.items()}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptkit.events import Event, Kind
-from ckptkit.goodput.parts import Interval, partition
+from ckptkit.goodput.parts import Interval, partition, sum_parts
 from ckptkit.goodput.runs import attempts_of
 
 
@@ -72,10 +71,7 @@ def _phases(primary: Sequence[Event], lost_s: float, noticed_s: float, resumed_s
     claimed = _intervals(primary, lost_s, noticed_s, resumed_s)
     # Clocks of several hosts differ: what seems to be outside is cut.
     inside = (i._replace(start_s=max(i.start_s, lost_s), end_s=min(i.end_s, resumed_s)) for i in claimed)
-    pieces: dict[Phase, list[float]] = {phase: [] for phase in Phase}
-    for segment in partition(inside):
-        pieces[segment.part].append(segment.end_s - segment.start_s)
-    return {phase: math.fsum(seconds) for phase, seconds in pieces.items()}
+    return sum_parts(partition(inside), lost_s, resumed_s, Phase)
 
 
 def _intervals(primary: Sequence[Event], lost_s: float, noticed_s: float, resumed_s: float) -> Iterable[Interval]:

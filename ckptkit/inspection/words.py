@@ -38,8 +38,12 @@ def parsed_sharding(words: str | None) -> tuple[tuple[tuple[str, ...], ...], dic
         return None
     spec = ast.literal_eval(f"({match[1]},)" if match[1] else "()")
     sizes = (pair.rpartition("=") for pair in match[2].split(",") if pair)
-    entries = (() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
-    return tuple(entries), {axis: int(size) for axis, _, size in sizes}
+    return tuple(map(axes_of, spec)), {axis: int(size) for axis, _, size in sizes}
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The axes that split a dimension, from its entry in a partition spec: None, an axis or several."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(map(str, entry))
 
 
 def dtype_name(text: Any) -> str:

@@ -24,12 +24,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from ckptkit.errors import ProgramChangedError
 from ckptkit.util import unproven
 from ckptkit.util.disk_file import refuse_other_owner
+from ckptkit.util.whole_file import write_whole
 
 _MAGIC = b"ckptkit program 1\n"
 _REFUTED = b"ckptkit program 1, refuted\n"
 _HASH_BYTES = 32
 _KEY_BYTES = 16
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
+_MODE = 0o600  # what is loaded runs: no other user may write it
 _ENTRIES_MAX = 64  # files of one directory; the oldest go first
 _logger = getLogger("ckptkit")
 _jax_cache_is_off = threading.Lock()
@@ -179,8 +181,8 @@ class _Proof:
             self.is_proven = True
             unproven.remove(id(self))
             return
-        with suppress(OSError):
-            _write(self._path, _REFUTED)  # a program whose key does not tell its versions apart is not kept again
+        with suppress(OSError):  # a program whose key does not tell its versions apart is not kept again
+            write_whole(self._path, _REFUTED, mode=_MODE)
         self._error = ProgramChangedError(
             f"{self._path} was made from another program than {_name(self._fn)} gives now, and some steps ran with it; "
             "none of them was saved. Start again: it is compiled. To have such changes found before a step, put what "
@@ -368,7 +370,7 @@ def _keep(path: Path, program: jax.stages.Compiled, digest: bytes) -> None:
         return
     checksum = hashlib.blake2b(payload, digest_size=_HASH_BYTES).digest()
     try:
-        _write(path, _MAGIC + digest + checksum + payload)
+        write_whole(path, _MAGIC + digest + checksum + payload, mode=_MODE)
         _forget_oldest(path.parent)
     except OSError as error:
         _logger.warning("%s is not kept for the next start: %s", path, error)
@@ -381,19 +383,6 @@ def _devices_of(program: jax.stages.Compiled) -> list[Any]:
         if isinstance(each, jax.sharding.NamedSharding) and isinstance(each.mesh, jax.sharding.Mesh):
             return list(np.asarray(each.mesh.devices).flat)
     return next((list(each.device_set) for each in shardings if len(each.device_set) == 1), jax.devices()[:1])
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Atomic: a reader sees the whole file or none."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _forget_oldest(home: Path) -> None:

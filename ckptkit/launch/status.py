@@ -13,6 +13,7 @@ from typing import Any, final
 
 from ckptkit.launch.watch import Recovery
 from ckptkit.util.clock import monotonic_s, wall_s
+from ckptkit.util.whole_file import write_whole
 
 FORMAT = "ckptkit/run/1"
 _STEPS_EVERY_S = 1.0
@@ -71,12 +72,8 @@ def write_status(path: Path | None, status: Mapping[str, Any]) -> None:
     """Replaces the file: a reader sees one status or the next. A full disk loses the status, never the job."""
     if path is None:
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps({"format": FORMAT, **status}, indent=1) + "\n")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    with suppress(OSError):
+        write_whole(path, json.dumps({"format": FORMAT, **status}, indent=1) + "\n")
 
 
 @final

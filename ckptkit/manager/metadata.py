@@ -14,12 +14,11 @@ from ckptkit.durable.orbax.text_leaf import is_text_leaf
 from ckptkit.durable.read_step import without_identity
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import StepNotFoundError
-from ckptkit.model.manifest import Manifest
+from ckptkit.model.manifest import Manifest, merged_leaves
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.local_tiers import LocalSave
 from ckptkit.restore.request import stored_tree
-from ckptkit.restore.tree import merged_leaves
 from ckptkit.save.ledger import Ledger
 from ckptkit.schedule.decider import StepInfo
 from ckptkit.snapshot.small_items import STRUCTURE

@@ -12,7 +12,7 @@ from ckptkit.inspection.words import size_text
 from ckptkit.model.tiers import DURABLE, Tier
 from ckptkit.store.backends import backend_of
 from ckptkit.store.misplaced import measured_rate_bytes_s, root_problem, tier_problem
-from ckptkit.store.mounts import FileSystem, file_system_of
+from ckptkit.store.mounts import FileSystem, existing, file_system_of
 
 _log = logging.getLogger("ckptkit")
 
@@ -72,9 +72,7 @@ def report_tier_mounts(tiers: Sequence[Tier], host_dirs: Mapping[str, Path], eve
 
 
 def _is_new(medium: str, found: FileSystem, path: str) -> bool:
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    key = medium, found.name, os.stat(path).st_dev
+    key = medium, found.name, os.stat(existing(path)).st_dev
     if key in _reported:
         return False
     _reported.add(key)

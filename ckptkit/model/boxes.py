@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from operator import ge, sub
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax  # half a second that reading metadata does not pay
@@ -123,6 +123,14 @@ def boxes_by_process(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) ->
 def boxes_held(sharding: jax.sharding.Sharding, shape: tuple[int, ...], process: int) -> tuple[Box, ...]:
     """The distinct boxes of a global array that a process holds, ascending."""
     return tuple(box for box, processes in boxes_by_process(sharding, shape).items() if process in processes)
+
+
+def local_devices_by_box(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
+    """The devices of this process that hold each box of a global array."""
+    holding: dict[Box, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        holding.setdefault(Box.of_index(index or (), shape), []).append(device)
+    return holding
 
 
 Parts = tuple[tuple[Box, int], ...]  # what a box is cut into, in order, each with the process that writes it

@@ -241,6 +241,15 @@ class ManifestText:
         return b"".join((before, digest_of(body).encode(), between, body, after))
 
 
+def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
+    """Every leaf of an item once, in the order of the save, without boxes."""
+    leaves: dict[tuple[str, ...], LeafRecord] = {}
+    for manifest in manifests:
+        for leaf in manifest.arrays.get(item, ()):
+            leaves.setdefault(leaf.path, leaf)
+    return list(leaves.values())
+
+
 def refuse_unreadable(size_bytes: int) -> None:
     """Raises ValueError for a manifest that no restore would read."""
     if size_bytes > MANIFEST_BYTES_MAX:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit.errors import UnsuitedSaveError
-from ckptkit.model.manifest import FILES, LeafRecord, Manifest
-from ckptkit.restore.tree import merged_leaves
+from ckptkit.model.manifest import FILES, LeafRecord, Manifest, merged_leaves
 from ckptkit.snapshot.small_items import files_in
 
 

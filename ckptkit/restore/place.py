@@ -16,7 +16,7 @@ import numpy as np
 from jax.dtypes import canonicalize_dtype
 from jax.sharding import SingleDeviceSharding
 
-from ckptkit.model.boxes import Box
+from ckptkit.model.boxes import Box, local_devices_by_box
 from ckptkit.restore.landing import Landing
 from ckptkit.restore.plan import Key
 from ckptkit.restore.tree import Form, Target
@@ -244,14 +244,13 @@ def _is_shared(form: Form) -> bool:
 def _relayed(batch: Sequence[_Leaf], load: Counter[Any]) -> dict[Key, Any]:
     """Leaves on accelerators by two calls: each block to one of the devices that want it, the one with the least `load`
     in bytes so far, and from there to the others."""
-    holding = [_holding(target.form) for target, _ in batch]
     sent: list[tuple[np.ndarray, Any]] = []
     relayed: list[tuple[int, Any]] = []
     placed: list[list[tuple[Any, int, bool]]] = []  # of each leaf: device, index, and whether that is of `relayed`
-    for (target, blocks), boxes in zip(batch, holding, strict=True):
+    for target, blocks in batch:
         assert target.form.sharding is not None
         kind, shards = target.form.sharding.memory_kind, []
-        for box, devices in boxes.items():
+        for box, devices in local_devices_by_box(target.form.sharding, target.form.shape).items():
             first = min(devices, key=lambda device: load[device])
             load[first] += blocks[box].nbytes
             shards.append((first, len(sent), False))
@@ -273,15 +272,6 @@ def _relayed(batch: Sequence[_Leaf], load: Counter[Any]) -> dict[Key, Any]:
         array = jax.make_array_from_single_device_arrays(form.shape, form.sharding, ordered)
         made[target.key] = _wrapped(form, array)
     return made
-
-
-def _holding(form: Form) -> dict[Box, list[Any]]:
-    """The local devices that want each box."""
-    assert form.sharding is not None
-    holding: dict[Box, list[Any]] = {}
-    for device, index in form.sharding.addressable_devices_indices_map(form.shape).items():
-        holding.setdefault(Box.of_index(index or (), form.shape), []).append(device)
-    return holding
 
 
 def _add(by_form: _ByForm, target: Target, blocks: Mapping[Box, np.ndarray]) -> None:

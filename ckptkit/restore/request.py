@@ -16,16 +16,9 @@ from ckptkit.durable.orbax.manager import DEFAULT_ITEM, StockManager
 from ckptkit.durable.orbax.text_leaf import TextLeaf, is_text_leaf, with_plain_text
 from ckptkit.durable.orbax.v1_args import TreeRestore
 from ckptkit.errors import ItemNotFoundError, TreeMismatchError
-from ckptkit.model.manifest import LeafRecord, Manifest
+from ckptkit.model.manifest import LeafRecord, Manifest, merged_leaves
 from ckptkit.model.verify_mode import VerifySelection
-from ckptkit.restore.tree import (
-    abstract_keys,
-    abstract_of,
-    is_plain_match,
-    key_shape,
-    merged_leaves,
-    sharding_of_keys,
-)
+from ckptkit.restore.tree import abstract_keys, abstract_of, is_plain_match, key_shape, sharding_of_keys
 from ckptkit.snapshot.describe import LeafPath, kind_of_number, leaves_by_path, names_of
 from ckptkit.snapshot.empty_nodes import Empty, empties_of
 from ckptkit.snapshot.small_items import STRUCTURE, gives_back

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from ckptkit.durable.orbax.partial import anywhere, on_every_process
 from ckptkit.durable.orbax.shardings import sharding_of_text
 from ckptkit.errors import TreeMismatchError
 from ckptkit.model.boxes import Box, boxes_held
-from ckptkit.model.manifest import LeafKind, LeafRecord, Manifest, describe
+from ckptkit.model.manifest import LeafKind, LeafRecord, describe
 from ckptkit.restore.plan import Key
 from ckptkit.snapshot.describe import LeafPath, kind_of_number
 from ckptkit.snapshot.empty_nodes import Empty
@@ -96,28 +96,20 @@ def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> 
     """
     root: dict[str, Any] = {}
     for leaf in stored:
-        node = root
-        for name in leaf.path[:-1]:
-            node = node.setdefault(name, {})
         if not leaf.path:
             return _abstract_leaf(leaf)
-        node[leaf.path[-1]] = _abstract_leaf(leaf)
+        put_at(root, leaf.path, _abstract_leaf(leaf))
     for path, _, node_there in empties:
-        node = root
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = node_there
+        put_at(root, path, node_there)
     letters = {path: letters for path, letters, _ in empties}
     return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)
 
 
-def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
-    """Every leaf of an item once, in the order of the save, without boxes."""
-    leaves: dict[tuple[str, ...], LeafRecord] = {}
-    for manifest in manifests:
-        for leaf in manifest.arrays.get(item, ()):
-            leaves.setdefault(leaf.path, leaf)
-    return list(leaves.values())
+def put_at(tree: dict[str, Any], path: LeafPath, value: Any) -> None:
+    """Puts a value into nested dicts, of which missing ones are made; `path` has a name at least."""
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
 
 
 def key_shape(leaf: LeafRecord) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.durable.orbax.shardings import sharding_text
-from ckptkit.model.boxes import CELL_BYTES, Box, boxes_by_process, cell_shape
+from ckptkit.model.boxes import CELL_BYTES, Box, boxes_by_process, cell_shape, local_devices_by_box
 from ckptkit.model.cells import cell_ranges
 from ckptkit.model.digests import DIGEST_BYTES
 from ckptkit.model.manifest import BoxRecord, LeafKind, LeafRecord, ManifestText, refuse_unreadable
@@ -394,9 +394,7 @@ def _devices_of(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], boxes: tuple[Box, ...]
 ) -> tuple[tuple[Any, ...], ...]:
     """For each box, the local devices that hold it."""
-    holding: dict[Box, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        holding.setdefault(Box.of_index(index or (), shape), []).append(device)
+    holding = local_devices_by_box(sharding, shape)
     return tuple(tuple(holding[box]) for box in boxes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 
 from ckptkit.model.digests import digest_of
 from ckptkit.util.own_context import own_context
+from ckptkit.util.whole_file import write_whole
 
 STATE_DIGEST = "CKPTKIT_STATE_DIGEST"  # a file to which `state_digest` also writes; `{process}` is the process's number
 
@@ -30,10 +32,7 @@ def state_digest(state: Any) -> str:
         lines.append(f"{_name(path)} {getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}")
     found = digest_of("\n".join(sorted(lines)).encode())
     if target := os.environ.get(STATE_DIGEST):
-        path = target.replace("{process}", str(jax.process_index()))
-        with open(f"{path}.new", "w", encoding="utf-8") as file:
-            file.write(found)
-        os.replace(f"{path}.new", path)
+        write_whole(Path(target.replace("{process}", str(jax.process_index()))), found)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import stat
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -228,6 +229,14 @@ def sync_above(path: str | os.PathLike[str]) -> None:
             return
         with suppress(PermissionError):
             sync_directory(above)
+
+
+def require_free(directory: str, needed_bytes: int, *, there_bytes: int = 0, target: str) -> None:
+    """Raises `StoreFullError` where a directory's file system lacks room for `target`, of which a part is there."""
+    free = shutil.disk_usage(directory).free
+    if needed_bytes > free + there_bytes:
+        why = f"{directory} has {free} bytes free, and {needed_bytes} are needed; nothing was written"
+        raise StoreFullError(why, path=target)
 
 
 def remove_empty(directory: str | os.PathLike[str]) -> None:

@@ -178,7 +178,7 @@ def file_system_of(path: str | os.PathLike[str]) -> FileSystem:
     """
     if sys.platform != "linux":
         return _ANY
-    there = _existing(os.fspath(path).removeprefix("file://"))
+    there = existing(os.fspath(path).removeprefix("file://"))
     magic = _magic(there)
     name = _MAGIC_NAMES.get(magic)
     if name is not None:
@@ -223,7 +223,8 @@ def row_of(name: str, device: str = "", *, is_fuse: bool = False) -> FileSystem:
     return replace(row, device=device) if row.is_fuse else row
 
 
-def _existing(path: str | os.PathLike[str]) -> str:
+def existing(path: str | os.PathLike[str]) -> str:
+    """The path, or the nearest one above it that exists."""
     there = os.path.abspath(path)
     while not os.path.exists(there) and there != os.path.dirname(there):
         there = os.path.dirname(there)

@@ -34,6 +34,7 @@ from ckptkit.model.quantization import (
 )
 from ckptkit.restore.request import Choose
 from ckptkit.restore.stock_restore import choose_of_stock
+from ckptkit.restore.tree import abstract_keys, key_shape, put_at
 from ckptkit.snapshot.abstract import state_of
 from ckptkit.store.roots import root_url
 from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
@@ -142,9 +143,9 @@ class _Surgery:
         chosen: dict[str, Any] = {}
         for origin, leaf in zip(plan.origins, leaves, strict=True):
             if origin.stored is not None and origin.act != "scales":
-                _put(chosen, origin.stored.path, _wanted(leaf, origin.stored))
+                put_at(chosen, origin.stored.path or ("",), _wanted(leaf, origin.stored))
             if origin.scale is not None and origin.act == "dequantised":
-                _put(chosen, origin.scale.path, _wanted(leaf, origin.scale, whole=True))
+                put_at(chosen, origin.scale.path, _wanted(leaf, origin.scale, whole=True))
         return {name: chosen.get("", chosen)}
 
     def planned(self) -> tuple[SurgeryPlan, str]:
@@ -209,12 +210,8 @@ def _from_manager(manager: CheckpointManager, step: int | None, choose: Choose) 
 
 
 def _of_record(record: LeafRecord) -> Leaf:
-    impl = record.extra.get("key_impl")
-    if not impl:
-        return Leaf(path=record.path, shape=record.shape, dtype=record.dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
-    trailing = len(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape)
-    return Leaf(path=record.path, shape=record.shape[: len(record.shape) - trailing], dtype=key.dtype.name)
+    dtype = abstract_keys(record).dtype.name if "key_impl" in record.extra else record.dtype
+    return Leaf(path=record.path, shape=key_shape(record), dtype=dtype)
 
 
 def _wanted(leaf: Any, stored: Leaf, *, whole: bool = False) -> Any:
@@ -226,12 +223,6 @@ def _wanted(leaf: Any, stored: Leaf, *, whole: bool = False) -> Any:
         return np.broadcast_to(np.zeros((), np.dtype(stored.dtype)), stored.shape)
     dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(stored.dtype)
     return jax.ShapeDtypeStruct(stored.shape, dtype, sharding=_whole(leaf.sharding) if whole else leaf.sharding)
-
-
-def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1] if path else ""] = value
 
 
 def _taken(tree: Any, path: tuple[str, ...]) -> Any:

@@ -22,13 +22,13 @@ from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import Lease, WriterClaim
 from ckptkit.durable.lifecycle.shield import shield_records
 from ckptkit.durable.sidecars import marker_text
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError, StoreFullError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
 from ckptkit.formats.ranges import open_ranges
 from ckptkit.inspection.places import Place, step_items
 from ckptkit.model import paths
 from ckptkit.store import open_store, put_new
 from ckptkit.store.backends import properties_of
-from ckptkit.store.local import make_durable, remove_empty, sync_directory, sync_tree
+from ckptkit.store.local import make_durable, remove_empty, require_free, sync_directory, sync_tree
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore, forget_listings
 from ckptkit.store.retry import retried
@@ -101,11 +101,7 @@ def _check_room(plan: CopyPlan) -> None:
     above = plan.target
     while not os.path.isdir(above):
         above = os.path.dirname(above)
-    free = shutil.disk_usage(above).free
-    if plan.copied_bytes > free:
-        raise StoreFullError(
-            f"{above} has {free} bytes free, and {plan.copied_bytes} are needed; nothing was written", path=plan.target
-        )
+    require_free(above, plan.copied_bytes, target=plan.target)
 
 
 def _copy_records(ancestry: Ancestry, source: EpochRecords, target: EpochRecords) -> None:

@@ -90,7 +90,7 @@ class DiskFile:
         """
         if method == "direct" and "direct" in self.methods:
             try:
-                _write(self._direct_fd, source, start)
+                write_all(self._direct_fd, source, start)
                 return
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
@@ -230,10 +230,10 @@ class FileWrites:
         first = start + -start % PAGE_BYTES
         last = (start + source.nbytes) // PAGE_BYTES * PAGE_BYTES
         if self._direct_fd >= 0 and last - first >= _DIRECT_BYTES:
-            _write(self._fd, source[: first - start], start)
+            write_all(self._fd, source[: first - start], start)
             self._write_pages(source[first - start : last - start], first)
             source, start = source[last - start :], last
-        _write(self._fd, source, start)
+        write_all(self._fd, source, start)
 
     def close(self) -> None:
         """Ends it; `fd` stays open."""
@@ -247,13 +247,13 @@ class FileWrites:
             piece = source[at : at + PIECE_BYTES]
             try:
                 if self._direct_fd >= 0:
-                    _write(self._direct_fd, piece if lies_well else self._copied(piece), start + at)
+                    write_all(self._direct_fd, piece if lies_well else self._copied(piece), start + at)
                     continue
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
                 self.close()
-            _write(self._fd, piece, start + at)
+            write_all(self._fd, piece, start + at)
 
     def _copied(self, piece: np.ndarray) -> np.ndarray:
         if self._buffer is None:
@@ -262,9 +262,10 @@ class FileWrites:
         return self._buffer[: piece.nbytes]
 
 
-def _write(fd: int, source: np.ndarray, start: int) -> None:
-    view, done = source.data, 0
-    while done < source.nbytes:
+def write_all(fd: int, data: bytes | np.ndarray, start: int) -> None:
+    """Writes flat bytes at `start`: one call of the system may write fewer. Runs without the GIL. Raises OSError."""
+    view, done = memoryview(data), 0  # pyright: ignore[reportArgumentType]
+    while done < view.nbytes:
         done += os.pwrite(fd, view[done:], start + done)
 
 

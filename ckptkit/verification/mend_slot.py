@@ -20,6 +20,7 @@ from ckptkit.slots.latest_pointer import forget_newest
 from ckptkit.slots.reader import manifest_name_of
 from ckptkit.store.local import sync_directory
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, move_aside
+from ckptkit.util.disk_file import write_all
 from ckptkit.util.pages import PAGE_BYTES
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.slots import ShareProof, prove_share
@@ -147,7 +148,7 @@ def _write(proof: ShareProof, sources: Sources) -> str | None:
             if block is None:
                 lost += 1
             else:
-                _write_all(fd, memoryview(block.reshape(-1).view(np.uint8)), offset)  # pyright: ignore[reportArgumentType]
+                write_all(fd, block.reshape(-1).view(np.uint8), offset)
         if not lost:  # only then the size comes from more than a manifest
             os.posix_fallocate(fd, 0, _slot_bytes(share))
         os.fsync(fd)
@@ -155,12 +156,6 @@ def _write(proof: ShareProof, sources: Sources) -> str | None:
         os.close(fd)
     sync_directory(share.directory)
     return f"{lost} cells of it are nowhere else" if lost else None
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    written = 0
-    while written < data.nbytes:
-        written += os.pwrite(fd, data[written:], offset + written)
 
 
 def _proven_now(share: Share, limits: Limits) -> str | None:

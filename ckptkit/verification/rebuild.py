@@ -18,7 +18,7 @@ from ckptkit.model.boxes import Box, cells_of, missing_elements
 from ckptkit.model.cells import cell_ranges, digested_cells
 from ckptkit.model.digests import digest_of
 from ckptkit.model.handler_files import is_file, with_file_digests, with_file_leaves
-from ckptkit.model.manifest import FILES, BoxRecord, LeafRecord, Manifest
+from ckptkit.model.manifest import FILES, BoxRecord, LeafRecord, Manifest, merged_leaves
 from ckptkit.snapshot.small_items import files_in
 from ckptkit.store.base import checked_key
 from ckptkit.verification.sources import Sources
@@ -79,7 +79,7 @@ def _shares_of(
 ) -> dict[int, tuple[LeafRecord, ...]]:
     """The sidecars of the processes `lacking`: for each leaf, the boxes that no intact sidecar has."""
     shares: dict[int, list[LeafRecord]] = {process: [] for process in lacking}
-    for leaf in _leaves((*slots, *whole), name):
+    for leaf in merged_leaves((*slots, *whole), name):
         covered = [record.box for manifest in whole for record in _boxes(manifest, name, leaf)]
         held = [record.box for manifest in slots for record in _boxes(manifest, name, leaf)]
         if missing_elements(Box.whole(leaf.shape), (*covered, *held)):  # before a shape that nobody holds is cut up
@@ -110,14 +110,6 @@ def _proven_cell(name: str, leaf: LeafRecord, cell: Box, covered: Sequence[Box],
     return BoxRecord(box=cell, offset=-1, digests=(digest_of(block.reshape(-1).view(np.uint8)),))
 
 
-def _leaves(manifests: Sequence[Manifest], name: str) -> list[LeafRecord]:
-    leaves: dict[tuple[str, ...], LeafRecord] = {}
-    for manifest in manifests:
-        for leaf in manifest.arrays.get(name, ()):
-            leaves.setdefault(leaf.path, leaf)
-    return list(leaves.values())
-
-
 def _boxes(manifest: Manifest, name: str, leaf: LeafRecord) -> tuple[BoxRecord, ...]:
     return next((each.boxes for each in manifest.arrays.get(name, ()) if each.path == leaf.path), ())
 
@@ -132,7 +124,7 @@ def require_mendable(place: Place, sources: Sources) -> None:
 def write_arrays(directory: str, name: str, manifests: Sequence[Manifest], sources: Sources) -> None:
     """Writes an item's arrays below `directory`, a path or a bucket URL; every cell is proven before it is written."""
     writer = CellStream(directory, _COMMIT_BYTES)
-    for leaf in _leaves(manifests, name):
+    for leaf in merged_leaves(manifests, name):
         writer.create(leaf)
     for leaf, cell, digest in _cells(name, manifests):
         writer.write(leaf, cell, _require(sources, name, leaf, cell, digest))

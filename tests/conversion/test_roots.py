@@ -88,7 +88,7 @@ def test_source_is_leased_while_it_is_read(of: str, ckpt: Run, tmp_path: Path, m
         seen.append([store.get(f"{paths.LEASES_DIR}/{name}") for name in store.list(paths.LEASES_DIR)])
         return plain(path)
 
-    monkeypatch.setattr("ckptkit.conversion.destination.shutil.disk_usage", looks)
+    monkeypatch.setattr("shutil.disk_usage", looks)
     assert ckpt("convert", f"{root}{of}", tmp_path / "out", "--to", "npz").code == 0
     assert len(seen) == 1
     assert b'"step": 2' in seen[0][0]

@@ -72,7 +72,7 @@ def test_a_path_has_the_guarantees_of_its_mount(
     parsed = parse_mounts(TABLE)
     monkeypatch.setattr(mounts, "parse_mounts", lambda lines: parsed)
     monkeypatch.setattr(mounts, "_magic", lambda path: 0)
-    monkeypatch.setattr(mounts, "_existing", lambda path: path)
+    monkeypatch.setattr(mounts, "existing", lambda path: path)
     monkeypatch.setattr(os.path, "realpath", os.fspath)
     found = file_system_of(path)
     assert (found.name, found.medium, found.atomic_rename) == (type_name, medium, atomic_rename)

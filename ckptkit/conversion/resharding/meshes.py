@@ -8,11 +8,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
 from ckptkit.errors import CheckpointError
+from ckptkit.inspection.words import axes_of
 
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that split it; trailing ones may be left out
 
@@ -135,12 +136,6 @@ def sharding_of_json(text: str) -> tuple[Spec, Mesh] | None:
         if record["sharding_type"] != "NamedSharding":
             return None
         axes = zip(map(str, record["axis_names"]), map(int, record["shape"]), strict=True)
-        return tuple(_part(part) for part in record["partition_spec"]), Mesh(tuple(axes))
+        return tuple(map(axes_of, record["partition_spec"])), Mesh(tuple(axes))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{text[:100]!r} is no sharding: {error}") from error
-
-
-def _part(part: Any) -> tuple[str, ...]:
-    if part is None:
-        return ()
-    return (part,) if isinstance(part, str) else tuple(str(name) for name in part)

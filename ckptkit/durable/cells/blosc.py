@@ -29,6 +29,14 @@ def may_be_encoded(head: bytes, length: int, before: int) -> bool:
     return len(head) >= _HEADER.size and _HEADER.unpack_from(head) == (before, length)
 
 
+def copied_plain(value: bytes | memoryview, target: np.ndarray) -> bool:
+    """Fills flat `target` with a cell that is stored as it is, whole; False where it is not, or may not be."""
+    if len(value) != target.nbytes or may_be_encoded(bytes(value[:HEAD_BYTES]), len(value), len(value)):
+        return False
+    target[:] = np.frombuffer(value, np.uint8)
+    return True
+
+
 def decoded(value: bytes, leaf: LeafRecord, codec: Codec) -> np.ndarray:
     """The elements of a whole cell of `leaf`. Raises ValueError as TensorStore does, for damaged bytes.
 

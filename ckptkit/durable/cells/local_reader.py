@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.blosc import HEAD_BYTES, may_be_encoded
+from ckptkit.durable.cells.blosc import HEAD_BYTES, copied_plain, may_be_encoded
 from ckptkit.durable.cells.ocdbt import Placed, places
 from ckptkit.durable.cells.tensorstore_wait import awaited
 from ckptkit.durable.cells.writer import cell_key
@@ -51,10 +51,7 @@ class PlacedCells:
             return False
         place = self._places(item).get(cell_key(array_prefix(leaf.name), leaf, cell))
         if isinstance(place, bytes):
-            if len(place) != size_bytes or may_be_encoded(place[:HEAD_BYTES], size_bytes, size_bytes):
-                return False
-            target[:] = np.frombuffer(place, np.uint8)
-            return True
+            return copied_plain(place, target)
         if place is None or place.length != size_bytes:
             return False
         with suppress(OSError, EOFError, ValueError):

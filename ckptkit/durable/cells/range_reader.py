@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.blosc import HEAD_BYTES, may_be_encoded
+from ckptkit.durable.cells.blosc import copied_plain
 from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.cells.ocdbt import Placed, places
 from ckptkit.durable.cells.reader import Wanted
@@ -107,25 +107,14 @@ class PlacedRanges:
             return self._fill_inline(key, target)
         try:
             value = self._value(made)
-            if value is None or placed.length != target.nbytes:
-                return False
             start = placed.start - made.start
-            part = value[start : start + placed.length]
-            if may_be_encoded(bytes(part[:HEAD_BYTES]), placed.length, placed.length):
-                return False
-            target[:] = np.frombuffer(part, np.uint8)
-            return True
+            return value is not None and copied_plain(value[start : start + placed.length], target)
         finally:
             self._given(made)
 
     def _fill_inline(self, key: _Key, target: np.ndarray) -> bool:
         found = self._items.get(key[0], {}).get(key[1])
-        if not isinstance(found, bytes) or len(found) != target.nbytes:
-            return False
-        if may_be_encoded(found[:HEAD_BYTES], len(found), len(found)):
-            return False
-        target[:] = np.frombuffer(found, np.uint8)
-        return True
+        return isinstance(found, bytes) and copied_plain(found, target)
 
     def _placed(self, wanted: Wanted) -> list[tuple[_Key, Placed]] | None:
         """The places of the wanted cells of a box, without those in the tree itself. None if some are not stored

@@ -36,11 +36,11 @@ def read_leaves(item_url: str, wanted: Mapping[Path, Any]) -> dict[Path, Any]:
     directory = epath.Path(item_url)
     handler = ocp.PyTreeCheckpointHandler()
     stored = _tree(handler.metadata(directory))
-    picked = jax.tree_util.tree_map_with_path(lambda path, _: wanted.get(_names(path), ocp.PLACEHOLDER), stored)
+    picked = jax.tree_util.tree_map_with_path(lambda path, _: wanted.get(names_in(path), ocp.PLACEHOLDER), stored)
     restore_args = jax.tree.map(_restore_args, picked)
     found = handler.restore(directory, args=ocp.args.PyTreeRestore(item=picked, restore_args=restore_args))
     flat, _ = jax.tree_util.tree_flatten_with_path(found)
-    return {_names(path): leaf for path, leaf in flat if leaf is not ocp.PLACEHOLDER}
+    return {names_in(path): leaf for path, leaf in flat if leaf is not ocp.PLACEHOLDER}
 
 
 def read_item(item_url: str, args: ocp.args.PyTreeRestore | None) -> Any:
@@ -62,7 +62,8 @@ def _tree(metadata: Any) -> Any:
     return getattr(metadata, "tree", metadata)
 
 
-def _names(keypath: Any) -> Path:
+def names_in(keypath: Any) -> Path:
+    """The names of a key path, as Orbax writes them."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keypath)
 
 
