@@ -9,7 +9,7 @@ new_venv = $(1) -m venv $(2) && $(2)/bin/python $(INSTALL) --upgrade pip
 # tests/skips.py: what a target may skip in CI because another one runs it.
 export CKPTKIT_TARGET = $@
 
-.PHONY: setup setup-system setup-cluster demo demo-guard demo-certify test test-long test-mpi test-slurm docs lint format clean
+.PHONY: setup setup-system setup-cluster setup-others demo demo-guard demo-certify test test-long test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
 .PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
@@ -124,12 +124,15 @@ test-slurm: setup
 	  -k "srun or slurm or batch_script"
 
 # S3 against moto's server, in an environment of its own: botocore wants an older python-dateutil than kubernetes.
-test-s3:
+test-s3: .venv-s3/.ready
+	.venv-s3/bin/python -m pytest tests/manager/test_s3.py tests/store/test_remote.py
+
+.venv-s3/.ready: pyproject.toml
 	$(call new_venv,$(PYTHON),.venv-s3)
 	.venv-s3/bin/python $(INSTALL) -e '.[trainer,test-core,s3]'
 	.venv-s3/bin/python -m pip freeze --exclude-editable | grep -i botocore | sed 's/^botocore==/boto3==/' > .venv-s3/boto.txt
 	.venv-s3/bin/python $(INSTALL) -c .venv-s3/boto.txt -e '.[s3-test]'
-	.venv-s3/bin/python -m pytest tests/manager/test_s3.py tests/store/test_remote.py
+	@touch $@
 
 # The formats of torch and of compressed-tensors, against the libraries that wrote them.
 test-others: setup
@@ -195,10 +198,17 @@ strangers: $(STRANGERS:%=stranger-%)
 # The one that installs and trains fastest; `make test` has that of Flax itself.
 strangers-ci: stranger-blaxbird
 
-stranger-%:
+.venv-stranger-%/.ready: pyproject.toml
 	$(call new_venv,$(or $(PYTHON_$*),$(PYTHON)),.venv-stranger-$*)
 	.venv-stranger-$*/bin/python $(INSTALL) $(PACKAGES_$*) pytest -e .
 	.venv-stranger-$*/bin/python $(INSTALL) --no-deps $(LONE_$*) -e .
+	@touch $@
+
+# The environments that CI needs besides .venv.
+setup-others: .venv-s3/.ready .venv-stranger-blaxbird/.ready
+
+.PRECIOUS: .venv-stranger-%/.ready
+stranger-%: .venv-stranger-%/.ready
 	.venv-stranger-$*/bin/python -m pytest -o addopts= -o faulthandler_timeout=1200 -k $* tests/strangers
 
 # Exporters and dashboards against Prometheus (`make setup-system`), an OTLP collector, TensorBoard and W&B.
