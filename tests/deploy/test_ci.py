@@ -28,6 +28,6 @@ def test_system_packages_that_cannot_be_installed_end_the_run(tmp_path: Path, wi
     elif fails == "nothing":
         assert (done.returncode, made.count(system), _TESTS in made) == (0, 1, True)
     else:
-        # They are installed beside the lint and the demo; no test begins without them.
+        # They are installed next to the lint and the demo; no test begins without them.
         assert (done.returncode != 0, made.count(system)) == (True, 2)
         assert not {line.partition(" ")[0] for line in made} & {"test-s3", "test"}
