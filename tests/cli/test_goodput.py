@@ -211,6 +211,7 @@ def test_browser_draws_every_loss_without_errors(run_dir: Path, tmp_path: Path):
 
 
 @needs_browser
+@pytest.mark.long
 def test_page_is_dark_where_the_reader_wants_that(run_dir: Path, tmp_path: Path) -> None:
     """A white page would blind the person who is called at night."""
     image = pytest.importorskip("matplotlib.image")
@@ -223,6 +224,7 @@ def test_page_is_dark_where_the_reader_wants_that(run_dir: Path, tmp_path: Path)
 
 
 @needs_browser
+@pytest.mark.long
 def test_page_fits_a_phone(run_dir: Path, tmp_path: Path) -> None:
     """The person who is called at night would scroll sideways for each line."""
     page = tmp_path / "report.html"

@@ -112,6 +112,7 @@ def test_damaged_newest_step_is_skipped(server: BucketServer, harm: str) -> None
         assert_same(found, state)
 
 
+@pytest.mark.long
 def test_the_latest_of_1000_steps_takes_three_requests(server: BucketServer) -> None:
     """A restart of a long run would wait for a thousand round trips."""
     store = open_store("gs://runs/long")

@@ -22,6 +22,7 @@ def _received_bytes(server: BucketServer) -> int:
     return sum(entry.exchange.received_bytes for entry in server.log.entries())
 
 
+@pytest.mark.long
 def test_bucket_step_is_copied_by_the_service_and_stands_alone(server: BucketServer, tmp_path: Path) -> None:
     """A frozen base would be sent again with every step, and a step would need objects of a deleted one."""
     sent = list[int]()

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ml_goodput_measurement.src import goodput as google
-from ml_goodput_measurement.src import goodput_utils
 
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import goodput_report
@@ -32,6 +30,8 @@ class LocalLogger:
 
     def read_cloud_logging_entries(self, *window: Any, **named: Any) -> tuple[list[dict[str, Any]], Any]:
         del window, named
+        from ml_goodput_measurement.src import goodput_utils  # it imports scipy.stats: not in each worker of a run
+
         last = goodput_utils.get_timestamp_from_log_entry(self.entries[-1])
         return self.entries, (last, last)
 
@@ -44,6 +44,8 @@ def span(name: str, start_s: float, end_s: float, step: int | None = None) -> Ev
 def google_percent(logs: list[list[Event]], cache: Path) -> float:
     """The calculator's result for process 0's events: steps by their starts; saves and data loading as pauses."""
     logger = LocalLogger()
+    from ml_goodput_measurement.src import goodput as google
+
     recorder = google.GoodputRecorder("job", "log", True, logger)  # pyright: ignore[reportArgumentType]
     last_s = 0.0
 
@@ -79,6 +81,8 @@ def google_percent(logs: list[list[Event]], cache: Path) -> float:
         for _, _, record in sorted(entries, key=lambda entry: entry[:2]):
             record()
     recorder.record_job_end_time(when(last_s))
+    from ml_goodput_measurement.src import goodput as google
+
     calculator = google.GoodputCalculator("job", "log", logger, cache_dir=str(cache))  # pyright: ignore[reportArgumentType]
     with contextlib.redirect_stdout(io.StringIO()):  # it prints that its cache cannot be written as JSON
         return calculator.get_job_goodput()[0]

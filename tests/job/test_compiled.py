@@ -145,6 +145,7 @@ def test_other_programs_are_told_apart(tmp_path: Path, other: Callable[[Path], c
     assert other(tmp_path).origin == "compiled"
 
 
+@pytest.mark.long
 def test_programs_are_kept_beside_the_compilation_cache_of_jax(tmp_path: Path) -> None:
     """XLA on CPU serialises a program of JAX's cache without its functions: later starts would fail in their first
     step. A program that is not kept instead would never be, and each start would trace before its first step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,17 @@ def test_sharded_state_is_restored_without_building_the_model(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "node",
+    "make",
     [
-        nnx.Rngs(params=0, dropout=jax.random.key(7, impl="rbg")),
-        nnx.Optimizer(Net(0), optax.adamw(1e-3), wrt=nnx.Param),
-        Net(0),
+        lambda: nnx.Rngs(params=0, dropout=jax.random.key(7, impl="rbg")),
+        lambda: nnx.Optimizer(Net(0), optax.adamw(1e-3), wrt=nnx.Param),
+        lambda: Net(0),
     ],
     ids=["streams", "optimizer", "model"],
 )
-def test_every_kind_of_node_round_trips_with_stock_orbax(tmp_path: Path, node: Any) -> None:
+def test_every_kind_of_node_round_trips_with_stock_orbax(tmp_path: Path, make: Callable[[], Any]) -> None:
     """A job could not change the import in either direction."""
+    node = make()
     state = nnx.state(node)
     target = ckptkit.abstract_state(node)
     with ckptkit.CheckpointManager(tmp_path / "ours", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]) as manager:

@@ -18,6 +18,8 @@ from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from tests.forked import WARM, launch_forked
 from tests.multiprocess.broadcast_job import LARGE, ROWS, ROWS_OF_A_CELL, SMALLEST
 
+pytestmark = pytest.mark.long  # one launched job
+
 PROCESSES = 4
 LARGE_BYTES = math.prod(LARGE) * 4
 Found = list[dict[str, Any]]

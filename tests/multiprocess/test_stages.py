@@ -13,6 +13,8 @@ from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from tests.forked import WARM, launch_forked
 from tests.multiprocess.stages_worker import DEVICES, PROCESSES
 
+pytestmark = pytest.mark.long  # one launched job
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,6 +142,7 @@ def test_missing_box_error_names_its_leaf() -> None:
     assert hole_in([manifest([])]) == "8 elements of leaf state:w are held by no process"
 
 
+@pytest.mark.long
 def test_inventory_of_ten_thousand_processes_is_gathered() -> None:
     """A restart of a large job would wait for its own bookkeeping. Figures: bench/LOG.md."""
     saves = [SaveId(3, 1000 + step, step) for step in range(5)]

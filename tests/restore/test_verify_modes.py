@@ -89,6 +89,7 @@ def test_each_mode_detects_the_documented_damage(job: Job) -> None:
     assert restored.fields["sources"] == {"durable": LEAVES * 64}
 
 
+@pytest.mark.long
 def test_sample_miss_rate_matches_its_formula(job: Job) -> None:
     """A share that is not the share would let through more than documented."""
     job.flip(1)

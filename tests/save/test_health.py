@@ -69,7 +69,7 @@ def test_age_of_each_tier_is_limited(clock_s: list[float]) -> None:
 
 
 def test_one_lost_save_does_not_end_a_run_that_saves_seldom(clock_s: list[float]) -> None:
-    """A job with a durable save every two hours would be ended by one disturbance of the bucket, without another try."""
+    """A job with a durable save every two hours would be ended by one disturbance of the bucket."""
     health = SaveHealth(FailurePolicy(max_age_s=100.0))
     for _ in range(2):
         lose(health, 1, tier="durable", gone=False)

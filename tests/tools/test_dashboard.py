@@ -27,6 +27,7 @@ def test_invented_run_is_a_run() -> None:
 
 
 @needs_prometheus
+@pytest.mark.long
 def test_every_panel_shows_something(tmp_path: Path) -> None:
     """A panel would stay empty in Grafana, although its query is valid: a label that nothing has, a rate of a gauge."""
     text = dashboard_page(tmp_path)

@@ -26,7 +26,7 @@ from tests.upkeep.test_copy import stock_value
 from tests.upkeep.test_prune import steps_in
 
 
-@pytest.fixture(params=[pytest.param("disk", marks=pytest.mark.long), "bucket"])
+@pytest.fixture(params=["disk", pytest.param("bucket", marks=pytest.mark.long)])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A root of two epochs with the steps 1000 and 2000."""
     if request.param == "bucket":

@@ -5,6 +5,7 @@ Fault model: somebody can write into the durable root, knows the format, and doe
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -20,7 +21,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-pytest.importorskip("model_signing", reason="ckptkit-jax[sign] is not installed")
+if importlib.util.find_spec("model_signing") is None:  # looked for only: its import takes a second of each worker
+    pytest.skip("ckptkit-jax[sign] is not installed", allow_module_level=True)
 
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import (
@@ -30,7 +32,6 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
 )
-from model_signing import verifying
 
 import ckptkit
 from ckptkit import CorruptCheckpointError, SigningKeyError, UntrustedStepError
@@ -399,6 +400,8 @@ def test_missing_package_is_named(signed_run: Path, keys: Keys, monkeypatch: pyt
 
 def test_the_package_itself_accepts_a_signed_step(run: Path, keys: Keys) -> None:
     """Somebody without ckptkit could not check a step."""
+    from model_signing import verifying
+
     config = verifying.Config().use_elliptic_key_verifier(public_key=keys.public)
     config.verify(run / "2", run / "2" / "ckptkit.sig")
     flip(run / "2")

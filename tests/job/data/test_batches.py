@@ -137,7 +137,8 @@ def parsed_flags() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("parsed_flags")
-@pytest.mark.parametrize("kind", ["DataLoader", pytest.param("MapDataset", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["DataLoader", "MapDataset"])
+@pytest.mark.long
 def test_worker_processes_give_the_same_batches(kind: str) -> None:
     """Batches would depend on how many worker processes read them."""
     options = {"multiprocessing_options": grain.MultiprocessingOptions(num_workers=2)} if kind == "MapDataset" else {}

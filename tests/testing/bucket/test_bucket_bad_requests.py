@@ -203,6 +203,7 @@ def test_random_requests_never_crash_the_server(tmp_path: Path) -> None:
     fuzz(tmp_path, seed=random.SystemRandom().randrange(1 << 32), requests=20_000)
 
 
+@pytest.mark.long
 def test_seeded_requests_never_crash_the_server(tmp_path: Path) -> None:
     fuzz(tmp_path, seed=20_261_121, requests=4_000)
 

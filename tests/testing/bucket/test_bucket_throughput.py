@@ -57,7 +57,9 @@ def download(connection: HTTPConnection, name: str, buffer: bytearray) -> int:
     return total
 
 
-@pytest.mark.parametrize("size_bytes", [256 << 20, pytest.param(2 << 30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size_bytes", [pytest.param(256 << 20, marks=pytest.mark.long), pytest.param(2 << 30, marks=pytest.mark.slow)]
+)
 def test_memory_does_not_grow_with_the_object(process: BucketProcess, size_bytes: int) -> None:
     connection, buffer = connect(process), bytearray(1 << 20)
     upload(connection, "small", _Zeros(1 << 20), 1 << 20)
