@@ -109,9 +109,10 @@ class FailurePolicy:
 
     `save` raises `SaveFailedError` after `skipped_max` saves in a row that no tier has committed; saves that came too
     early do not count. It also raises it when a save is lost more than `max_age_s` after the first lost one, with no
-    commit between them: a run that saves less often than that has one more try. A number for `max_age_s` applies to
-    the durable tier and to all tiers together; a mapping names tiers (`any tier` for all together). The defaults are 10 saves and half an hour. Ten losses in a row are not a short disturbance, and
-    half an hour is the risk between two checkpoints of jobs without fast tiers. None turns a limit off.
+    commit between them: a run that saves less often than that has one more try. A number for `max_age_s` applies to the
+    durable tier and to all tiers together; a mapping names tiers (`any tier` for all together). The defaults are 10
+    saves and half an hour. Ten losses in a row are not a short disturbance, and half an hour is the risk between two
+    checkpoints of jobs without fast tiers. None turns a limit off.
     """
 
     retries: int = 3
