@@ -9,7 +9,7 @@ new_venv = $(1) -m venv $(2) && $(2)/bin/python $(INSTALL) --upgrade pip
 # tests/skips.py: what a target may skip in CI because another one runs it.
 export CKPTKIT_TARGET = $@
 
-.PHONY: setup setup-system setup-cluster setup-others demo demo-guard demo-certify test test-long test-mpi test-slurm docs lint format clean
+.PHONY: setup setup-system setup-cluster setup-s3 setup-stranger demo demo-guard demo-certify test test-long test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
 .PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
@@ -205,7 +205,8 @@ strangers-ci: stranger-blaxbird
 	@touch $@
 
 # The environments that CI needs besides .venv.
-setup-others: .venv-s3/.ready .venv-stranger-blaxbird/.ready
+setup-s3: .venv-s3/.ready
+setup-stranger: .venv-stranger-blaxbird/.ready
 
 .PRECIOUS: .venv-stranger-%/.ready
 stranger-%: .venv-stranger-%/.ready

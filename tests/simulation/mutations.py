@@ -58,8 +58,8 @@ def _books_are_local() -> Any:
 
     vote = Voting._vote
 
-    def voted(self: Voting, work: TierWork, refusal: Any) -> Any:
-        verdict = yield from vote(self, work, refusal)
+    def voted(self: Voting, work: TierWork, refusal: Any, *, gone: bool) -> Any:
+        verdict = yield from vote(self, work, refusal, gone=gone)
         if verdict.refusal is None and self._process != 0:
             self._log.append(work.save.save_id, work.tier)
         return verdict
