@@ -23,6 +23,7 @@ README_FIGURES = {
     ("faults", "wrong_runs"): "Trainings with injected bit flips that ended with wrong bits",
     ("stall", "stall_ms_per_save"): "A save delays a loop that keeps all cores busy, on CPU devices",
     ("stall", "stall_idle_ms_per_save"): "The same, step leaves cores idle",
+    ("stall", "blocking_ms.in_flight"): "`save` holds its caller while the step that makes the state still runs",
     ("commit", "commit_gbps"): "From `save` to the commit on the ramdisk",
     ("restore", "restore_gbps"): "Restore from the ramdisk, every byte verified",
     ("hosts", "next_step_s"): "From a lost host to the next step, on a spare host",
