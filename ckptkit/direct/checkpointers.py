@@ -9,7 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ckptkit.direct.handlers import proving
-from ckptkit.direct.loading import path_to_load
+from ckptkit.direct.loading import not_a_tree
 from ckptkit.job.coordination import refuse_unjoined
 from ckptkit.model import paths
 from ckptkit.store.backends import properties_of
@@ -164,6 +164,6 @@ def load(path: str | os.PathLike[str], abstract: Any = None, *, trusted: str | o
         try:
             return checkpointer.restore(root_url(path), args=args.StandardRestore(abstract))
         except FileNotFoundError as error:
-            if (instead := path_to_load(root_url(path))) is not None:
+            if (instead := not_a_tree(root_url(path))) is not None:
                 raise FileNotFoundError(instead) from error
             raise

@@ -35,9 +35,11 @@ class Loaded:
     proven: bool
 
 
-def path_to_load(url: str) -> str | None:
-    """The message for who gives the directory of a manager's step, or of its steps, in place of an item's. None where
-    `url` is neither. Cost: a listing, and one of each directory in it."""
+def not_a_tree(url: str) -> str | None:
+    """The message of the error if `url` is a manager's step or root: which path to load instead. None if it is neither.
+
+    Cost: a listing, and one or two of each directory in it.
+    """
     store = open_store(url)
     names = store.list("")
     match content_of(names, store.list):

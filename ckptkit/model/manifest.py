@@ -242,7 +242,7 @@ class ManifestText:
 
 
 def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
-    """Every leaf of an item once, in the order of the save, without boxes."""
+    """Every leaf of an item once, in the order of the save; its boxes are those of the first manifest that has it."""
     leaves: dict[tuple[str, ...], LeafRecord] = {}
     for manifest in manifests:
         for leaf in manifest.arrays.get(item, ()):
