@@ -154,7 +154,7 @@ class DurableRetry:
             if done:
                 booked()
             elif is_last or not transient:
-                self._voting.losing(DURABLE)
+                self._voting.losing(save_id, DURABLE)
             return {
                 "done": done,
                 "transient": transient,

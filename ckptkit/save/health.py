@@ -6,6 +6,7 @@ import threading
 from typing import final
 
 from ckptkit.errors import SaveFailedError
+from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import FailurePolicy
 from ckptkit.util import clock
 
@@ -48,7 +49,8 @@ class SaveHealth:
         self._policy = policy
         self._lock = threading.Lock()
         self._lost_in_row = 0  # saves that no tier has committed
-        self._lost_s: dict[str, tuple[float, float]] = {}  # by tier, the first and the last loss since the last commit
+        # By tier: when the first and the last loss since the last commit were, and which save the last one was.
+        self._losses: dict[str, tuple[float, float, SaveId]] = {}
         self._reason = ""
         self._announced: str | None = None
 
@@ -56,25 +58,27 @@ class SaveHealth:
         """All processes hold a save in `tier`."""
         with self._lock:
             self._lost_in_row = 0
-            self._lost_s.pop(_ANY, None)
-            self._lost_s.pop(tier, None)
+            self._losses.pop(_ANY, None)
+            self._losses.pop(tier, None)
 
-    def lost(self, step: int, tier: str, reason: str, *, gone: bool) -> None:
+    def lost(self, save_id: SaveId, tier: str, reason: str, *, gone: bool) -> None:
         """A save was left out of `tier` for another reason than being too early; `gone`: no tier will have it."""
         with self._lock:
-            self._reason = f"step {step}, tier {tier}: {reason}"
+            self._reason = f"step {save_id.step}, tier {tier}: {reason}"
             self._lost_in_row += gone
-            self._note(tier, gone=gone)
+            self._note(save_id, tier, gone=gone)
 
-    def losing(self, tier: str, *, gone: bool) -> None:
+    def losing(self, save_id: SaveId, tier: str, *, gone: bool) -> None:
         """Process 0 is about to announce such a loss: the same message has what `overdue` finds with it."""
         with self._lock:
-            self._note(tier, gone=gone)
+            self._note(save_id, tier, gone=gone)
 
-    def _note(self, tier: str, *, gone: bool) -> None:
+    def _note(self, save_id: SaveId, tier: str, *, gone: bool) -> None:
         now_s = clock.monotonic_s()
         for name in (tier, _ANY) if gone else (tier,):
-            self._lost_s[name] = self._lost_s.get(name, (now_s, now_s))[0], now_s
+            first_s, _, last = self._losses.get(name, (now_s, now_s, None))
+            if last != save_id:  # process 0 notes one loss twice: when it announces it, and when it has learnt it
+                self._losses[name] = first_s, now_s, save_id
 
     def overdue(self) -> str | None:
         """On process 0: why the next `save` is to raise; None where it is not.
@@ -108,7 +112,7 @@ class SaveHealth:
             why = f"the last {self._lost_in_row} saves were lost (skipped_max={self._policy.skipped_max})"
         for tier, limit_s in self._policy.age_limits_s.items():
             # Until the last loss, not until now: a tier whose saves are further apart has another try.
-            first_s, last_s = self._lost_s.get(tier, (0.0, 0.0))
+            first_s, last_s, _ = self._losses.get(tier, (0.0, 0.0, None))
             if last_s - first_s > age_times * limit_s:
                 why = f"{tier} has committed no save for {last_s - first_s:.0f} s (max_age_s={limit_s:g})"
         if why is None:
@@ -119,4 +123,4 @@ class SaveHealth:
     def _begin_again(self) -> None:
         self._lost_in_row = 0
         now_s = clock.monotonic_s()
-        self._lost_s = dict.fromkeys(self._lost_s, (now_s, now_s))
+        self._losses = {tier: (now_s, now_s, last) for tier, (*_, last) in self._losses.items()}

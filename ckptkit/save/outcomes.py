@@ -108,13 +108,13 @@ class Outcomes:
             # A save that some tier holds already stays; one that came too early is not a failure.
             self._ledger.fail(save_id, remembered=refusal.policy != "skip")
         if refusal.policy not in _NO_LOSS:
-            self.health.lost(save_id.step, tier, refusal.reason, gone=gone)
+            self.health.lost(save_id, tier, refusal.reason, gone=gone)
         self._events.emit(Kind.SKIPPED, step=save_id.step, tier=tier, policy=refusal.policy, reason=refusal.reason)
 
-    def losing(self, tier: str, policy: str, *, gone: bool) -> None:
+    def losing(self, save_id: SaveId, tier: str, policy: str, *, gone: bool) -> None:
         """Process 0 is about to announce that all processes leave a save out of `tier`."""
         if policy not in _NO_LOSS:
-            self.health.losing(tier, gone=gone)
+            self.health.losing(save_id, tier, gone=gone)
 
     def _ended(self, save_id: SaveId, tier: str) -> None:
         """The save will not reach `tier`, nor any other where that is the first."""
@@ -131,7 +131,7 @@ class Outcomes:
         self._ended(save_id, tier)
         reason = describe(error)
         lost = not any(record.save_id == save_id for record in self._ledger.every())
-        self.health.lost(save_id.step, tier, reason, gone=lost)
+        self.health.lost(save_id, tier, reason, gone=lost)
         self._events.emit(Kind.FAILED, step=save_id.step, tier=tier, reason=reason)
         failure = SaveFailedError(
             f"step {save_id.step} was not committed to tier {tier}: {reason}", step=save_id.step, tier=tier

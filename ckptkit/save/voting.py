@@ -170,7 +170,7 @@ class Voting:
                 sets = [{tuple(save) for save in ballot["held"]} for ballot in ballots if ballot["held"] is not None]
                 kept = sorted(set.intersection(*sets)) if sets else None
             else:
-                self.losing(tier, refused[0], gone=gone)
+                self.losing(save_id, tier, refused[0], gone=gone)
             return {"refusal": refused, "more": more, "held": kept}
 
         ballot = {
@@ -231,9 +231,9 @@ class Voting:
             self._learned()
         return complete
 
-    def losing(self, tier: str, policy: str = "veto", *, gone: bool = False) -> None:
+    def losing(self, save_id: SaveId, tier: str, policy: str = "veto", *, gone: bool = False) -> None:
         """On process 0, in a judgement: it will tell all processes to leave a save out of `tier`."""
-        self._outcomes.losing(tier, policy, gone=gone)
+        self._outcomes.losing(save_id, tier, policy, gone=gone)
 
     def known(self) -> list[int]:
         """The decisions of process 0 that this process knows, for a message to process 0."""

@@ -26,7 +26,9 @@ class Retry:
         self.ledger = Ledger(Ancestry(epoch=1))
         log = CommitLog(self.ledger, lambda *_: None)
         health = SaveHealth(policy)
-        outcomes: Any = SimpleNamespace(health=health, losing=lambda tier, _, gone: health.losing(tier, gone=gone))
+        outcomes: Any = SimpleNamespace(
+            health=health, losing=lambda save, tier, _, gone: health.losing(save, tier, gone=gone)
+        )
         voting = Voting(log, outcomes, coordinator.process, lambda _: None)
         self._coordinator = coordinator
         self.breaker = DurableRetry(policy, Job(coordinator=coordinator, events=events or EventLog()), voting, log)

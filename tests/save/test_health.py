@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from ckptkit.errors import SaveFailedError
+from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import FailurePolicy
 from ckptkit.save.health import FirstOfMany, SaveHealth
 
@@ -17,9 +20,17 @@ def clock_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now_s
 
 
-def lose(health: SaveHealth, count: int, *, tier: str = "ram", gone: bool = True) -> None:
-    for step in range(count):
-        health.lost(step, tier, "process 1: full", gone=gone)
+_numbers = count()
+
+
+def next_save() -> SaveId:
+    number = next(_numbers)
+    return SaveId(1, number, number)
+
+
+def lose(health: SaveHealth, saves: int, *, tier: str = "ram", gone: bool = True) -> None:
+    for _ in range(saves):
+        health.lost(next_save(), tier, "process 1: full", gone=gone)
 
 
 def test_losses_in_a_row_are_announced_once() -> None:
@@ -81,6 +92,15 @@ def test_one_lost_save_does_not_end_a_run_that_saves_seldom(clock_s: list[float]
     clock_s[0] += 7200
     lose(health, 1, tier="durable", gone=False)
     assert "durable has committed no save for 7200 s" in str(health.overdue())
+
+
+def test_loss_that_is_learnt_late_is_one_loss(clock_s: list[float]) -> None:
+    """A verdict that takes longer than the limit would end the job for one lost save."""
+    health, save = SaveHealth(FailurePolicy(max_age_s=5.0)), next_save()
+    health.losing(save, "durable", gone=True)
+    clock_s[0] += 6
+    health.lost(save, "durable", "away", gone=True)
+    assert health.overdue() is None
 
 
 def test_no_limit_raises_never(clock_s: list[float]) -> None:

@@ -55,7 +55,7 @@ class Process:
         outcomes: Any = SimpleNamespace(
             health=SimpleNamespace(overdue=lambda: None, announce=lambda _: None),
             keep_only=self.ledger.keep_only,
-            losing=lambda tier, policy, gone: None,
+            losing=lambda save_id, tier, policy, gone: None,
             refused=lambda save, tier, error: Refusal(policy="veto", reason=str(error)),
             skipped=lambda save_id, tier, refusal, gone: self.reports.append(("skipped", save_id.step, refusal.reason)),
             failed=lambda save_id, tier, error: self.reports.append(("failed", save_id.step, str(error))),

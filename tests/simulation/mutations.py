@@ -17,6 +17,7 @@ from ckptkit.save.pipeline import SavePipeline
 from ckptkit.save.protocol import Do, SaveProtocol
 from ckptkit.save.records import Save, Snapshot
 from ckptkit.save.voting import TierWork, Voting
+from ckptkit.util import clock
 
 
 def _undecided_for_ever() -> Any:
@@ -126,6 +127,18 @@ def _errors_without_end() -> Any:
     return mock.patch.object(SaveHealth, "_begin_again", keep_counting)
 
 
+def _ages_by_the_clock() -> Any:
+    """The age of a tier counts from its first loss to now, so one loss ends a run that saves seldom."""
+    overdue = SaveHealth._overdue
+
+    def by_the_clock(self: SaveHealth, most: int | None, **words: float) -> str | None:
+        now_s = clock.monotonic_s()
+        self._losses = {tier: (first_s, now_s, last) for tier, (first_s, _, last) in self._losses.items()}
+        return overdue(self, most, **words)
+
+    return mock.patch.object(SaveHealth, "_overdue", by_the_clock)
+
+
 def _disk_unpromised() -> Any:
     """A save that is staged meanwhile takes the disk that all processes have voted to give to an earlier one."""
 
@@ -144,6 +157,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "H6": _no_veto,
     "disk": _disk_unpromised,
     "limits": _errors_without_end,
+    "age": _ages_by_the_clock,
 }
 
 

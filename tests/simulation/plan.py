@@ -51,6 +51,9 @@ class Plan:
     """Steps are shorter than a vote, and most saves are due on the disk: the next one comes before the last one is
     decided, and finds the disk busy."""
 
+    max_age_s: float | None
+    """Of the `FailurePolicy`: how long a tier may be without a commit."""
+
     @classmethod
     def of(cls, seed: int) -> Plan:
         """The plan of a seed."""
@@ -74,4 +77,5 @@ class Plan:
             in_flight_max=rng.choice((1, 1, 2)),
             faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
             quick=rng.random() < 0.15,
+            max_age_s=rng.choice((None, 2.0, 5.0)),
         )

@@ -193,7 +193,9 @@ class SimProcess:
         retention.opened()
         self.retention = retention
         self.branch = Branch(self.ledger, told["epoch"] + 1)
-        policy = FailurePolicy(retries=1, retry_delay_s=0.5, pause_after=3, pause_s=0.5, max_age_s=None)
+        policy = FailurePolicy(
+            retries=1, retry_delay_s=0.5, pause_after=3, pause_s=0.5, max_age_s=self.job.plan.max_age_s
+        )
         self.pipeline = SavePipeline(
             SaveTargets(
                 staging=self.arenas[RAM],  # pyright: ignore[reportArgumentType]
