@@ -41,7 +41,7 @@ demo-certify: setup
 	$(BIN)/python -m tools.demo_certify
 
 # More than cores: many tests wait for processes, timeouts and fsync.
-WORKERS ?= 4
+WORKERS ?= 3
 # MARKS: other tests than those of pyproject.toml, as `make test MARKS='not slow'`.
 test: setup
 	$(BIN)/python -m pytest $(if $(MARKS),-m '$(MARKS)') --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder

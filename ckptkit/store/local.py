@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import final
 
@@ -184,7 +185,10 @@ class LocalStore:
 
     def _path(self, key: str, *, writes: bool = False) -> Path:
         """Raises `OutsideRootError` for a key that leads out of the root by a link. A read of what is absent may."""
-        path = self._root / checked_key(key)
+        below = accumulate(checked_key(key).split("/"), os.path.join, initial=str(self._root))
+        path = self._root / key
+        if not any(map(os.path.islink, islice(below, 1, None))):
+            return path
         root = os.path.realpath(self._root)
         outside = os.path.commonpath((root, os.path.realpath(path))) != root
         if outside and (writes or path.exists()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ckptkit.errors import StoreError
-from ckptkit.store.backends import properties_of
+from ckptkit.store.backends import backend_of
 from ckptkit.store.base import Store
 from ckptkit.store.local import LocalStore
 from ckptkit.store.retry import RetryStore
@@ -20,7 +20,9 @@ def root_url(root: str | os.PathLike[str]) -> str:
     root = os.fspath(root)
     if root.endswith("://") or (root.rstrip("/").endswith(":") and "://" in root):
         raise StoreError(f"{root} does not name a bucket; write {root.rstrip('/')}//BUCKET/PATH")
-    return os.path.realpath(root.removeprefix("file://")) if properties_of(root).file_system else root.rstrip("/")
+    if not backend_of(root).properties.file_system:
+        return root.rstrip("/")
+    return os.path.realpath(root.removeprefix("file://"))
 
 
 def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0, timeout_s: float | None = None) -> Store:
@@ -30,7 +32,7 @@ def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0, timeou
     more than the deadline.
     """
     root = os.fspath(root)
-    if properties_of(root).file_system:
+    if backend_of(root).properties.file_system:
         return RetryStore(LocalStore(root.removeprefix("file://")), deadline_s=deadline_s)
     from ckptkit.store.remote import OPERATION_TIMEOUT_S, RemoteStore  # fsspec: 0.2 s that a directory does not need
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import final
 
 from ckptkit.errors import CorruptCheckpointError
@@ -56,7 +57,9 @@ def check_cells(
     than damage (no permission, no connection): unreachable is not damaged.
     """
     budget = _Budget(limits.memory_bytes_max)
-    waiting = iter(enumerate(checks))
+    numbered = enumerate(checks)
+    first = list(islice(numbered, limits.threads))  # a small step has fewer cells than there may be threads
+    waiting = chain(first, numbered)
     lock = threading.Lock()
     findings: dict[int, Finding] = {}
     done = [0, 0]
@@ -84,9 +87,9 @@ def check_cells(
                 failures.append(error)
             raise
 
-    with ThreadPoolExecutor(limits.threads, thread_name_prefix="ckptkit-verify") as pool:
+    with ThreadPoolExecutor(max(1, len(first)), thread_name_prefix="ckptkit-verify") as pool:
         try:
-            workers = [pool.submit(work) for _ in range(limits.threads)]
+            workers = [pool.submit(work) for _ in first]
             for worker in workers:
                 worker.result()
         except BaseException as error:  # an interrupt: nothing new is begun

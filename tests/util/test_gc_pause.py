@@ -12,7 +12,7 @@ import pytest
 from ckptkit.util.gc_pause import collection_paused, old_afterwards
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def unfrozen() -> Iterator[None]:
     """`tests/conftest.py` freezes what collection has made, and a caller's frozen objects stay so."""
     gc.unfreeze()
