@@ -14,11 +14,12 @@ export CKPTKIT_TARGET = $@
 .PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
 .PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
 
+EXTRAS ?= trainer,test,lint
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || { $(call new_venv,$(PYTHON),$(VENV)); }
-	$(BIN)/python $(INSTALL) -e '.[trainer,test,lint]'
+	$(BIN)/python $(INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@
 
 # What only some tests need from Debian's packages; a test that needs one and does not find it says so.

@@ -13,12 +13,9 @@ import pytest
 
 CI, TARGET, WITHOUT_SYSTEM = "CKPTKIT_CI", "CKPTKIT_TARGET", "CKPTKIT_CI_WITHOUT_SYSTEM"
 
-# A part of the reason of a skip, and the target that runs the test: what `make setup` does not install. A module that
+# A part of the reason of a skip, and the target that runs the test: what `.ci/run` does not install for it. A module that
 # skips itself does so in both: all are collected before tests are chosen.
 _NOT_INSTALLED = {
-    "'prometheus_client'": "test-telemetry",
-    "pip install '.[telemetry-test]'": "test-telemetry",
-    "could not import 'torch'": "test-others",
     "could not import 's3fs'": "test-s3",
     "could not import 'botocore": "test-s3",
     "is not installed: make strangers": "strangers-ci",  # one of nine public trainers: `make strangers` has all
