@@ -13,8 +13,8 @@ import pytest
 
 CI, TARGET, WITHOUT_SYSTEM = "CKPTKIT_CI", "CKPTKIT_TARGET", "CKPTKIT_CI_WITHOUT_SYSTEM"
 
-# A part of the reason of a skip, and the target that runs the test: what `.ci/run` does not install for it. A module that
-# skips itself does so in both: all are collected before tests are chosen.
+# A part of the reason of a skip, and the target that runs the test: `.ci/run` installs something else for it. A module
+# that skips itself does so in both: all are collected before tests are chosen.
 _NOT_INSTALLED = {
     "could not import 's3fs'": "test-s3",
     "could not import 'botocore": "test-s3",
