@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 from typing import Literal, NamedTuple, final
 
@@ -81,9 +81,12 @@ METRICS = (
         "Share of the time since this start that was not before the first step, nor in spans other than steps.",
     ),
 )
-# The counters of each tier, and the spans of the manager's own, that are there from the start.
-_FROM_ZERO = tuple(metric.name for metric in METRICS if metric.kind == "counter" and metric.labels == ("tier",))
-_SPANS_FROM_ZERO = ("checkpoint_save", "checkpoint_restore")
+# What the labels of counters may be is known at the start, but for the tiers, and the spans of the loop.
+_KNOWN_LABELS = {
+    "policy": ("skip", "wait", "veto", "report"),
+    "span": ("checkpoint_save", "checkpoint_restore"),
+}
+_COUNTERS = tuple(metric for metric in METRICS if metric.kind == "counter")
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
@@ -153,11 +156,10 @@ class RunMetrics:
     def _opened(self, event: Event, _: str) -> None:
         self._places |= event.fields.get("places", {})
         # Prometheus takes the first value of a series for no increase: the first failure would be none.
-        for tier in [*event.fields.get("tiers", ()), DURABLE]:
-            for name in _FROM_ZERO:
-                self._values[name].setdefault((tier,), 0.0)
-        for span in _SPANS_FROM_ZERO:
-            self._values["ckptkit_span_seconds_total"].setdefault((span,), 0.0)
+        known = {"tier": (*event.fields.get("tiers", ()), DURABLE), **_KNOWN_LABELS}
+        for metric in _COUNTERS:
+            for labels in product(*(known[name] for name in metric.labels)):
+                self._values[metric.name].setdefault(labels, 0.0)
 
     def _staged(self, event: Event, _: str) -> None:
         self._count("ckptkit_saves_staged_total")

@@ -8,12 +8,14 @@ import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.goodput.exporters import METRICS, RunMetrics
 from ckptkit.goodput.exporters.metrics import labels_of
+from ckptkit.save.records import Refusal
 from ckptkit.util import clock
 from ckptkit.util.hand_over import HandOver
 
@@ -90,13 +92,16 @@ def test_metrics_of_a_known_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {metric.name for metric in METRICS} - told == {"ckptkit_tier_used_ratio"}  # of a tier that has a path
 
 
-def test_counters_of_a_tier_begin_at_zero() -> None:
+def test_counters_begin_at_zero() -> None:
     """Breaks when the first failed save is not an increase to Prometheus, and the alert waits for the second."""
     metrics = RunMetrics()
     metrics.add(at(Kind.OPENED, 0.0, tiers=["ram"], places={}))
     values = found(metrics)
     for name in ("saves_failed", "saves_retried", "commits", "commit_bytes", "restores_rejected"):
         assert values[f"ckptkit_{name}_total ram"] == values[f"ckptkit_{name}_total durable"] == 0.0
+    assert values["ckptkit_replica_differences_total"] == values["ckptkit_restores_total"] == 0.0
+    for policy in get_args(get_type_hints(Refusal)["policy"]):
+        assert values[f"ckptkit_saves_skipped_total ram {policy}"] == 0.0
     metrics.add(at(Kind.FAILED, 1.0, step=1, tier="ram", reason="403"))
     metrics.add(at(Kind.OPENED, 2.0, tiers=["ram"], places={}))  # a second manager
     assert found(metrics)["ckptkit_saves_failed_total ram"] == 1.0
