@@ -81,7 +81,7 @@ METRICS = (
         "Share of the time since this start that was not before the first step, nor in spans other than steps.",
     ),
 )
-# What the labels of counters may be is known at the start, but for the tiers, and the spans of the loop.
+# Values of labels that are known at the start. The tiers come with the event, and the loop makes up its own spans.
 _KNOWN_LABELS = {
     "policy": ("skip", "wait", "veto", "report"),
     "span": ("checkpoint_save", "checkpoint_restore"),
