@@ -17,7 +17,7 @@ FILE = """
 import pytest
 
 def test_left_to_another_target():
-    pytest.skip("could not import 'torch': No module named 'torch'")
+    pytest.skip("could not import 's3fs': No module named 's3fs'")
 
 @pytest.mark.skipif(True, reason="only root can make files of another user")
 def test_needs_the_machine():
@@ -50,7 +50,7 @@ def test_skip_fails_in_ci_unless_another_target_runs_it(tmp_path: Path) -> None:
     assert "1 skipped, 1 xfailed, 2 errors" in shown
     assert "ERROR test_one.py::test_needs_the_machine" in shown
     assert "ckptkit-jax[sign] is not installed" in shown
-    assert "1 failed, 1 xfailed, 2 errors" in run(tmp_path, CKPTKIT_CI="1", CKPTKIT_TARGET="test-others")
+    assert "1 failed, 1 xfailed, 2 errors" in run(tmp_path, CKPTKIT_CI="1", CKPTKIT_TARGET="test-s3")
     without = run(tmp_path, CKPTKIT_CI="1", CKPTKIT_TARGET="test", CKPTKIT_CI_WITHOUT_SYSTEM="1")
     assert "2 skipped, 1 xfailed, 1 error" in without, "a package of Python's can be installed anywhere"
 

@@ -169,7 +169,7 @@ def test_endpoint_serves_process_0_alone_unless_each_is_asked_for(tmp_path: Path
     log = ckptkit.EventLog(process=7, exporters=[exporter])
     train(log, tmp_path, steps=2)
     deadline_s = time.monotonic() + 30
-    while "ckptkit_restores_total" not in (text := scraped(exporter.port)).replace("# HELP ckptkit_restores_total", ""):
+    while not re.search(r"^ckptkit_restores_total\{.*\} 1\.0$", text := scraped(exporter.port), re.M):
         assert time.monotonic() < deadline_s
     log.close()
     assert re.search(r'^ckptkit_commits_total\{process="7",run="a \\"b\\"",tier="durable"\} 2\.0$', text, re.M)
