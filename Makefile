@@ -6,6 +6,10 @@ STAMP  := $(VENV)/.ready
 INSTALL := -m pip install --quiet --disable-pip-version-check
 # $(call new_venv,PYTHON,DIR): the pip of Python 3.11 takes two minutes to choose the versions, a newer one half a minute.
 new_venv = $(1) -m venv $(2) && $(2)/bin/python $(INSTALL) --upgrade pip
+# $(call require,DIR,EXTRAS,MORE): what the project and its extras need, without the project.
+require = $(1)/bin/python tools/requirements.py $(2) > $(1)/required.txt && $(1)/bin/python $(INSTALL) $(3) -r $(1)/required.txt
+# $(call link,DIR,MORE): the project itself. pip builds it in place, so one environment at a time.
+link = flock pyproject.toml $(1)/bin/python $(INSTALL) --no-deps $(2) -e .
 # tests/skips.py: what a target may skip in CI because another one runs it.
 export CKPTKIT_TARGET = $@
 
@@ -14,12 +18,13 @@ export CKPTKIT_TARGET = $@
 .PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
 .PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
 
-EXTRAS ?= trainer,test,lint
+EXTRAS ?= trainer test lint
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || { $(call new_venv,$(PYTHON),$(VENV)); }
-	$(BIN)/python $(INSTALL) -e '.[$(EXTRAS)]'
+	$(call require,$(VENV),$(EXTRAS))
+	$(call link,$(VENV))
 	@touch $@
 
 # What only some tests need from Debian's packages; a test that needs one and does not find it says so.
@@ -130,14 +135,15 @@ test-s3: .venv-s3/.ready
 
 .venv-s3/.ready: pyproject.toml
 	$(call new_venv,$(PYTHON),.venv-s3)
-	.venv-s3/bin/python $(INSTALL) -e '.[trainer,test-core,s3]'
+	$(call require,.venv-s3,trainer test-core s3)
 	.venv-s3/bin/python -m pip freeze --exclude-editable | grep -i botocore | sed 's/^botocore==/boto3==/' > .venv-s3/boto.txt
-	.venv-s3/bin/python $(INSTALL) -c .venv-s3/boto.txt -e '.[s3-test]'
+	$(call require,.venv-s3,s3-test,-c .venv-s3/boto.txt)
+	$(call link,.venv-s3)
 	@touch $@
 
 # The formats of torch and of compressed-tensors, against the libraries that wrote them.
 test-others: setup
-	$(BIN)/python $(INSTALL) -e '.[others]'
+	$(call require,$(VENV),others)
 	$(BIN)/python -m pytest tests/formats tests/conversion -k 'torch or hugging_face_loads or same_logits'
 
 # What the pages show of the commands, from the commands themselves.
@@ -166,7 +172,7 @@ VERSION_TESTS := tests/model tests/util tests/job tests/store tests/slots tests/
   tests/restore tests/manager tests/goodput tests/schedule/simulation tests/dropin tests/interop tests/v1 tests/surgery tests/test_events.py
 test-floor:
 	$(call new_venv,$(PYTHON),.venv-floor)
-	$(PYTHON) tools/floor.py > .venv-floor/floor.txt
+	$(PYTHON) tools/requirements.py --lowest trainer > .venv-floor/floor.txt
 	.venv-floor/bin/python $(INSTALL) -c .venv-floor/floor.txt -e '.[trainer,test-core]'
 	.venv-floor/bin/python -m pytest $(VERSION_TESTS)
 
@@ -201,8 +207,8 @@ strangers-ci: stranger-blaxbird
 
 .venv-stranger-%/.ready: pyproject.toml
 	$(call new_venv,$(or $(PYTHON_$*),$(PYTHON)),.venv-stranger-$*)
-	.venv-stranger-$*/bin/python $(INSTALL) $(PACKAGES_$*) pytest -e .
-	.venv-stranger-$*/bin/python $(INSTALL) --no-deps $(LONE_$*) -e .
+	$(call require,.venv-stranger-$*,,$(PACKAGES_$*) pytest)
+	$(call link,.venv-stranger-$*,$(LONE_$*))
 	@touch $@
 
 # The environments that CI needs besides .venv.
@@ -215,12 +221,12 @@ stranger-%: .venv-stranger-%/.ready
 
 # Exporters and dashboards against Prometheus (`make setup-system`), an OTLP collector, TensorBoard and W&B.
 test-telemetry: setup
-	$(BIN)/python $(INSTALL) -e '.[telemetry-test]'
+	$(call require,$(VENV),telemetry-test)
 	$(BIN)/python -m pytest -m "not slow" tests/goodput/exporters tests/bench/test_exporters.py
 
 # The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
 docs: setup
-	$(BIN)/python $(INSTALL) -e '.[docs]'
+	$(call require,$(VENV),docs)
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 lint: setup

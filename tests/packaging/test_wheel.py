@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from tools.floor import floors
 from tools.release import build, call, check
+from tools.requirements import floors, requirements
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("core_only.py")
@@ -117,6 +117,18 @@ def test_extras_and_version_match_the_documents() -> None:
 def test_fresh_environment_needs_no_other_package(wheel: Path) -> None:
     """The same from the registry, as a person installs it: `make test-wheel`."""
     check(sys.executable, wheel, SCRIPT)
+
+
+def test_requirements_of_extras_are_those_of_the_extras_that_they_name() -> None:
+    """An environment of CI would lack a package, and the tests that need it would be skipped."""
+    text = (ROOT / "pyproject.toml").read_text()
+    found = requirements(text, ["test"])
+    assert any(line.startswith("jax>=") for line in found)
+    assert any(line.startswith("matplotlib>=") for line in found), "test names plot"
+    assert any(line.startswith("hypothesis==") for line in found), "test names test-core"
+    assert not any(line.startswith("ckptkit") for line in found)
+    with pytest.raises(KeyError):
+        requirements(text, ["no-such-extra"])
 
 
 def test_floor_versions_match_the_requirements() -> None:
