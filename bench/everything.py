@@ -34,7 +34,7 @@ _BOTH_WAYS = ("--contender", "ckptkit", "--contender", "orbax", "--contender", "
 ENTRIES = (
     Entry(name="stall", minutes=8),
     Entry(name="commit", minutes=5),
-    Entry(name="restore", minutes=7),
+    Entry(name="restore", minutes=5),
     Entry(name="corruption", minutes=1),
     Entry(name="kill", words=("--kills", "50"), minutes=8),
     Entry(name="hosts", minutes=4),

@@ -14,9 +14,10 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from bench.measure import POPULATE_WRITE, now_s
+from bench.measure import now_s
 
-_DISK_PIECE_BYTES = 16 << 20  # the fastest size of a direct write
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_DISK_PIECE_BYTES = 16 << 20  # what the baseline measured best with (facts/baseline.md: O_DIRECT 16 MiB)
 _DISK_THREADS = 2
 _memcpy: Any = ctypes.CDLL(None).memcpy  # ctypes releases the GIL for the call
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -45,7 +46,7 @@ class MemoryLimit:
         finally:
             os.close(fd)
         with suppress(OSError):  # an older kernel: the warm-up copy faults the pages in
-            self._mapping.madvise(POPULATE_WRITE)
+            self._mapping.madvise(_POPULATE_WRITE)
         self._memory = np.frombuffer(self._mapping, np.uint8)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="bench-limit")
         self.copy_in(state, threads=2)

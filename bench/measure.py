@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import mmap
 import os
 import resource
 import shutil
@@ -21,8 +20,6 @@ from ckptkit.util import clock
 
 _ROOT = Path(__file__).parent.parent
 _SAMPLE_S = 0.01  # one read of /proc/self/status takes about 40 microseconds: below 1 % of a core
-
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 now_s = clock.monotonic_s
 
@@ -52,14 +49,6 @@ def settle() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library: the heap keeps what it has
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def make_resident(size_bytes: int) -> None:
-    """Touches memory and gives it back, before what is measured takes it. The host of a virtual machine takes free
-    memory away: who touches it first waits 0.4 to 3 s for each GB, whatever it then does with it."""
-    with mmap.mmap(-1, size_bytes) as memory, suppress(OSError):  # an older kernel: it stays as it is
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        memory.madvise(POPULATE_WRITE)
 
 
 def anonymous_bytes() -> int:

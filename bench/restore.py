@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from bench.figures import Measured, Recorder
-from bench.measure import PeakMemory, cpu_s, make_resident, now_s, settle
+from bench.measure import PeakMemory, cpu_s, now_s, settle
 from bench.runs import Run
 from bench.states import assert_same_bits
 
 _STEP = 1
-
-
-def prepare(run: Run) -> None:
-    """Each begins with the same memory: nothing of its own, and enough of the machine's for two states."""
-    settle()
-    make_resident(2 * run.case.state_bytes)
 
 
 def measure(run: Run) -> Measured:
@@ -28,7 +22,7 @@ def measure(run: Run) -> Measured:
             contender.settled()
         for number in run.rounds("restore from ramdisk"):
             for contender in contenders:
-                prepare(run)
+                settle()
                 with PeakMemory() as memory:
                     used_s, start_s = cpu_s(), now_s()
                     found = contender.restore(_STEP, run.case.abstract)
@@ -43,9 +37,9 @@ def measure(run: Run) -> Measured:
                     recorder.add("restore_peak_extra_bytes", contender.name, extra_bytes)
                 del found
             if run.limited:
-                prepare(run)
+                settle()
                 two_s = limit.copy_out(threads=2)
-                prepare(run)
+                settle()
                 one_s = limit.copy_out(threads=1)
                 if number:
                     recorder.add("restore_gbps", "limit", gigabytes / two_s)
