@@ -17,7 +17,7 @@ import numpy as np
 from bench.measure import now_s
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_DISK_PIECE_BYTES = 16 << 20  # what the baseline measured best with (facts/baseline.md: O_DIRECT 16 MiB)
+_DISK_PIECE_BYTES = 16 << 20  # the fastest size of a direct write
 _DISK_THREADS = 2
 _memcpy: Any = ctypes.CDLL(None).memcpy  # ctypes releases the GIL for the call
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
