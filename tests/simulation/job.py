@@ -17,6 +17,7 @@ from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
 from ckptkit.save.protocol import Agree, Ask, Do, Idle, Recall, SideBySide, Sleep, Veto, Wait
 from ckptkit.store import MemoryStore
 from ckptkit.util import clock
+from tests.simulation.ages import watch_ages
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.process import Forever, SimProcess, Until
 from tests.simulation.scheduler import PENDING, Scheduler, Task, Violation
@@ -206,31 +207,7 @@ class SimJob:
             booked(save_id, tier)
 
         log._booked = checked
-        self._count_losses(process)
-
-    def _count_losses(self, process: SimProcess) -> None:
-        """A process decides that a tier is without a commit for too long only after the tier lost a second try too."""
-        health = process.pipeline.outcomes.health
-        note, committed, overdue = health._note, health.committed, health._overdue
-        lost: dict[str, set[SaveId]] = {}  # since the last commit, by tier
-
-        def noted(save_id: SaveId, tier: str, *, gone: bool) -> None:
-            for name in (tier, "any tier") if gone else (tier,):
-                lost.setdefault(name, set()).add(save_id)
-            note(save_id, tier, gone=gone)
-
-        def ended(tier: str) -> None:
-            for name in (tier, "any tier"):
-                lost.pop(name, None)
-            committed(tier)
-
-        def judged(*limits: Any, **words: Any) -> str | None:
-            why = overdue(*limits, **words)
-            if why is not None and "max_age_s" in why and max(map(len, lost.values()), default=0) < 2:
-                raise Violation(f"process {process.index}: {why}; since the last commit it lost {lost}")
-            return why
-
-        health._note, health.committed, health._overdue = noted, ended, judged
+        watch_ages(process)
 
     def wrote(self, save_id: SaveId, count: int) -> None:
         """A process of `count` has written a manifest of this save: no two saves have one identity."""
