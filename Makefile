@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
-INSTALL := -m pip install --quiet --disable-pip-version-check
+# Without compiling: it takes longer than all else, and an import compiles what is needed.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # $(call new_venv,PYTHON,DIR): the pip of Python 3.11 takes two minutes to choose the versions, a newer one half a minute.
 new_venv = $(1) -m venv $(2) && $(2)/bin/python $(INSTALL) --upgrade pip
 # $(call require,DIR,EXTRAS,MORE): what the project and its extras need, without the project.
@@ -18,12 +19,13 @@ export CKPTKIT_TARGET = $@
 .PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
 .PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
 
+# CONSTRAINTS: a file with releases that pip is not to go beyond.
 EXTRAS ?= trainer test lint
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || { $(call new_venv,$(PYTHON),$(VENV)); }
-	$(call require,$(VENV),$(EXTRAS))
+	$(call require,$(VENV),$(EXTRAS),$(CONSTRAINTS:%=-c %))
 	$(call link,$(VENV))
 	@touch $@
 
