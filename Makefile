@@ -111,7 +111,7 @@ faults: setup
 	$(BIN)/python -m bench all --only faults
 
 # Every benchmark within MINUTES, on a quiet machine; then the report.
-MINUTES ?= 120
+MINUTES ?= 180
 bench-all: setup
 	$(BIN)/python -m bench all --minutes $(MINUTES)
 

@@ -84,12 +84,13 @@ def run_all(entries: Sequence[Entry], directory: Path, *, minutes: float, small:
     deadline = Deadline(60.0 * minutes)
     told: dict[str, str] = {}
     for entry in entries:
-        needs_s = 60.0 * (_SMALL_MINUTES if small else entry.minutes)
-        if deadline.left_s < needs_s:
-            told[entry.name] = f"left out: {deadline.left_s / 60:.1f} minutes are left, it takes {needs_s / 60:g}"
+        needs_s, left_s = 60.0 * (_SMALL_MINUTES if small else entry.minutes), deadline.left_s
+        if left_s < needs_s:
+            told[entry.name] = f"left out: {left_s / 60:.1f} minutes are left, it takes {needs_s / 60:g}"
         else:
             told[entry.name] = _run(entry, directory, deadline.left_s, SMALL[entry.name] if small else ())
-        click.echo(f"{entry.name}: {told[entry.name]}", err=True)
+        took_min = (left_s - deadline.left_s) / 60
+        click.echo(f"{entry.name}: {told[entry.name]} ({took_min:.1f} minutes)", err=True)
     return told
 
 
@@ -114,7 +115,7 @@ def _run(entry: Entry, directory: Path, limit_s: float, more: Sequence[str]) -> 
 
 @click.command(context_settings={"max_content_width": 120})
 @click.option(
-    "--minutes", type=click.FloatRange(0.1), default=120.0, show_default=True, help="The budget, all together."
+    "--minutes", type=click.FloatRange(0.1), default=180.0, show_default=True, help="The budget, all together."
 )
 @click.option(
     "--only", type=click.Choice([entry.name for entry in ENTRIES]), multiple=True, help="Only it; repeatable."

@@ -30,16 +30,17 @@ class ItemNotFoundError(CheckpointError, KeyError):
 class NoRestorableStepError(CheckpointError):
     """Every candidate was rejected; `.candidates` lists each as `(tier, step, reason)`."""
 
-    def __init__(self, candidates: Sequence[tuple[str, int, str]], *, path: str, repair: str):
-        """`repair` is the command that repairs what another copy still has."""
+    def __init__(self, candidates: Sequence[tuple[str, int, str]], *, path: str, repair: str | None):
+        """`repair` is the command that repairs what another copy still has; None where nothing is damaged."""
         self.candidates = tuple(candidates)
         lines = "\n".join(f"  step {step} in {tier}: {reason}" for tier, step, reason in candidates)
-        super().__init__(
-            f"no restorable step under {path}; every candidate was rejected:\n{lines}\n"
-            f"Nothing was deleted. Run on each host: `{repair}`. It repairs each save of which another copy is "
-            "intact, and puts the others aside.",
-            path=path,
+        then = (
+            "Nothing is damaged, and nothing was deleted."
+            if repair is None
+            else f"Nothing was deleted. Run on each host: `{repair}`. It repairs each save of which another copy is "
+            "intact, and puts the others aside."
         )
+        super().__init__(f"no restorable step under {path}; every candidate was rejected:\n{lines}\n{then}", path=path)
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -20,6 +20,7 @@ from ckptkit.errors import (
     PeerUnreachableError,
     StepNotFoundError,
     TreeMismatchError,
+    UnsuitedSaveError,
 )
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job, ScopedCoordinator
@@ -63,6 +64,12 @@ class Rejection:
     def is_damage(self) -> bool:
         """Whether the save itself is at fault: bytes are damaged, or files are missing."""
         return any(error.__name__ in self.reason for error in (CorruptCheckpointError, FileNotFoundError))
+
+    @property
+    def is_unsuited(self) -> bool:
+        """Whether the save is intact, as far as it was committed: another job restores it, and a repair changes
+        nothing."""
+        return self.is_incomplete or UnsuitedSaveError.__name__ in self.reason
 
     def __str__(self) -> str:
         return f"step {self.save_id.step} in {self.where}: {self.reason}"
@@ -160,7 +167,8 @@ class Restorer:
         if all(ItemNotFoundError.__name__ in each.reason for each in rejected):
             raise ItemNotFoundError("; ".join(dict.fromkeys(each.reason for each in rejected)), path=self._url)
         reasons = [(r.where, r.save_id.step, r.reason) for r in rejected]
-        raise NoRestorableStepError(reasons, path=self._url, repair=self._inventory.repair_command)
+        repair = None if all(each.is_unsuited for each in rejected) else self._inventory.repair_command
+        raise NoRestorableStepError(reasons, path=self._url, repair=repair)
 
     def waiting_text(self) -> str:
         """The event that the restore under way waits for, and its progress, as text. Safe from other threads."""
