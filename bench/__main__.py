@@ -1,30 +1,12 @@
 """`python -m bench stall|commit|restore|durable`: ckptkit, stock Orbax and the machine's limits, side by side.
 
-Others have options of their own:
-
-- `corruption|crashpoints`: the result of restarts after faults
-- `faults`: a training that is killed again and again, compared with stock Orbax
-- `kill`: the same for the protocol alone, judged by an oracle
-- `hosts`: a spare takes the place of a lost host
-- `proof`: the cost of digests
-- `gather`: the exchange of a large job's processes before a restore
-- `broadcast`: replicas that read the durable tier for each other
-- `herd`: a thousand hosts that restore from a bucket at once
-- `simulator`: predicted and measured goodput
-- `policy`: save intervals on recorded failures
-- `simulate`: how long a simulation takes
-- `convert`: conversions within a memory budget
-- `inspect`: a look at 100,000 leaves
-- `leaf`: one replicated leaf, written by all of its holders
-- `unchanged`: an adapter on a frozen base
-- `exporters`: the cost of live metrics and traces
-- `gpu`: staging strategies on accelerators
-
-`all` runs everything but `exporters` and `gpu`, and renders `bench/REPORT.md`; `report` renders it again.
+The others, which `--help` lists, have options of their own. `all` runs everything but `exporters` and `gpu`, and
+renders `bench/REPORT.md`; `report` renders it again.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -37,55 +19,21 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench.broadcast import main as broadcast
 from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
-from bench.convert import main as convert
-from bench.corruption import main as corruption
-from bench.crashpoints import main as crashpoints
 from bench.environment import environment, store_result
-from bench.everything import main as everything
-from bench.exporters import main as exporters
-from bench.faults import main as faults
 from bench.figures import available
-from bench.gather import main as gather
-from bench.gpu import main as gpu
-from bench.herd import main as herd
-from bench.hosts import main as hosts
-from bench.inspect import main as inspect
-from bench.kill import main as kill
-from bench.leaf import main as leaf
-from bench.policy import main as policy
-from bench.proof import main as proof
-from bench.render import main as render
 from bench.report import show
-from bench.simulate import main as simulate
-from bench.simulator import main as simulator
-from bench.unchanged import main as unchanged
 
 _ROOT = Path(__file__).parent.parent
 
 
-_CAMPAIGNS = {
-    "all": everything,
-    "report": render,
-    "broadcast": broadcast,
-    "convert": convert,
-    "corruption": corruption,
-    "crashpoints": crashpoints,
-    "exporters": exporters,
-    "faults": faults,
-    "gather": gather,
-    "gpu": gpu,
-    "herd": herd,
-    "hosts": hosts,
-    "inspect": inspect,
-    "kill": kill,
-    "leaf": leaf,
-    "policy": policy,
-    "proof": proof,
-    "simulate": simulate,
-    "simulator": simulator,
-    "unchanged": unchanged,
+_NAMES = (
+    *("broadcast", "convert", "corruption", "crashpoints", "exporters", "faults", "gather", "gpu", "herd", "hosts"),
+    *("inspect", "kill", "leaf", "policy", "proof", "simulate", "simulator", "unchanged"),
+)
+_MODULES = {"all": "everything", "report": "render"} | {name: name for name in _NAMES}
+_CAMPAIGNS: dict[str, click.Command] = {
+    name: importlib.import_module(f"bench.{module}").main for name, module in _MODULES.items()
 }
 
 
@@ -104,11 +52,7 @@ class CaseType(click.ParamType):
 
 def _others() -> str:
     """The campaigns, with the first sentence of each one's help; `\\b` keeps click from joining the lines."""
-    told = {
-        name: campaign.get_short_help_str(95) if isinstance(campaign, click.Command) else "Every command on odd roots."
-        for name, campaign in _CAMPAIGNS.items()
-    }
-    lines = [f"  {name:12}{text}" for name, text in sorted(told.items())]
+    lines = [f"  {name:12}{campaign.get_short_help_str(95)}" for name, campaign in sorted(_CAMPAIGNS.items())]
     return "\n".join(["\b", "Others, with options of their own (python -m bench NAME --help):", *lines])
 
 

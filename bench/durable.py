@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from bench.contenders import Contender, make_durable_contenders
@@ -70,18 +70,9 @@ def measure(run: Run) -> Measured:
         _measure_place(run, state, recorder, "disk", str(run.disk / "durable"), None)
     if "bucket" in run.places:
         recorder.add("bucket_save_requests", "one", 1)
-        with _bucket(run) as bucket:
+        with closing(FakeBucket(run.disk / "bucket")) as bucket:
             _measure_place(run, state, recorder, "bucket", f"gs://{_BUCKET}/run", bucket)
     return Measured(samples=recorder.samples)
-
-
-@contextmanager
-def _bucket(run: Run) -> Iterator[FakeBucket]:
-    bucket = FakeBucket(run.disk / "bucket")
-    try:
-        yield bucket
-    finally:
-        bucket.close()
 
 
 def _measure_place(run: Run, state: Tree, recorder: Recorder, place: str, root: str, bucket: FakeBucket | None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from bench.contenders import Contender
 from bench.measure import now_s
@@ -31,18 +31,6 @@ class Segment:
     left_over_s: float = 0.0
 
 
-class Loop(Protocol):
-    """A loop over a state."""
-
-    name: LoopName
-    state: Tree
-    steps: int
-
-    def segment(self, saver: Contender | None = None, number: int = 0) -> Segment:
-        """`steps` steps, with one save of the state under step `number` where there is a saver."""
-        ...
-
-
 @dataclass(slots=True)
 class ComputeLoop:
     """Real steps. `state` is always the newest; whoever else holds it loses it to the next step."""
@@ -53,7 +41,7 @@ class ComputeLoop:
     name: LoopName = "compute"
 
     def segment(self, saver: Contender | None = None, number: int = 0) -> Segment:
-        """See `Loop.segment`."""
+        """`steps` steps, with one save of the state under step `number` where there is a saver."""
         blocked_s, taken_s = 0.0, []
         start_s = last_s = now_s()
         for i in range(self.steps):
@@ -76,7 +64,7 @@ class IdleLoop:
     name: LoopName = "idle_host"
 
     def segment(self, saver: Contender | None = None, number: int = 0) -> Segment:
-        """See `Loop.segment`."""
+        """See `ComputeLoop.segment`."""
         blocked_s, taken_s = 0.0, []
         start_s = last_s = now_s()
         for i in range(self.steps):
@@ -86,6 +74,9 @@ class IdleLoop:
             taken_s.append(now_s() - last_s)
             last_s = now_s()
         return _segment(start_s, taken_s, blocked_s, saver)
+
+
+Loop = ComputeLoop | IdleLoop
 
 
 def _blocked_s(saver: Contender, number: int, state: Any) -> float:

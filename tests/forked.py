@@ -122,10 +122,6 @@ class _Borrowed:
         assert not prefix, "workers with words before their command need their own template"
         self._env = env
 
-    @property
-    def pid(self) -> int | None:
-        return _template().pid
-
     def is_ready(self) -> bool:
         return True
 

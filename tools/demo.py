@@ -27,6 +27,7 @@ from pathlib import Path
 from ckptkit.events import EventLog
 from ckptkit.goodput import GoodputReport, goodput_page, goodput_report, load_run, timeline_of
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
+from ckptkit.testing.bucket import BucketServer, client_env
 from ckptkit.util.clock import monotonic_s
 from tools.demo_screen import PlannedLoss, Screen, account
 from tools.proof import Verdict, compare
@@ -39,7 +40,6 @@ BUCKET = "ckptkit-demo"
 MEMORY = Path("/dev/shm")
 MEMORY_NEEDED_BYTES = 256 * 2**20  # state of 5 MB on each of 2 hosts, in a few slots, and gloo's own files
 RUN_LIMIT_S = 600.0  # a hang, not a slow machine: an undisturbed run takes 25 s on 2 cores
-BUCKET_START_LIMIT_S = 30.0
 STEP_LINE = re.compile(r"step +(\d+)/\d+ +loss +(\S+)")
 
 
@@ -138,14 +138,11 @@ def train_with_losses(
     words += ["--ram", str(places.tier("ram")), "--ram-every", str(RAM_EVERY)]
     words += ["--ssd", str(places.tier("ssd")), "--ssd-every", str(SSD_EVERY), "--host-id", host_id("{process}")]
     words += ["--events", str(places.events), "--attempt", "{attempt}"]
-    env = {
-        "STORAGE_EMULATOR_HOST": bucket_url,
-        "TENSORSTORE_GCS_HTTP_URL": bucket_url,
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # else it probes Google over TLS, 33 to 60 s per process
-    }
     events = EventLog(places.events / "launcher.jsonl", process=-1)
     run = _Run("resumed", places, screen)
-    run.launch([*trainer_command(places, "resumed", seed), *words], losses=losses, env=env, events=events)
+    run.launch(
+        [*trainer_command(places, "resumed", seed), *words], losses=losses, env=client_env(bucket_url), events=events
+    )
     events.close()
 
 
@@ -288,38 +285,16 @@ def _remove_abandoned() -> None:
 
 @contextmanager
 def running_bucket(directory: Path) -> Iterator[str]:
-    """A bucket on loopback for the time of the block; yields its address, which is its first line of output."""
-    lines: deque[str] = deque(maxlen=20)
-    said_first, first = threading.Event(), []
-
-    def hear(process: int, line: str) -> None:
-        del process
-        (lines if first else first).append(line)
-        said_first.set()
-
-    command = [
-        sys.executable,
-        "-m",
-        "ckptkit.testing.bucket",
-        "--port",
-        "0",
-        "--dir",
-        str(directory),
-        "--bucket",
-        BUCKET,
-    ]
-    policy = RestartPolicy(restarts=0, grace_s=2.0)
-    server = Launcher(Workers(command, processes=1), policy=policy, hooks=Hooks(on_output=hear, say=lines.append))
-    thread = threading.Thread(target=lambda: (server.run(), said_first.set()), name="demo-bucket")
-    thread.start()
+    """A bucket on loopback for the time of the block; yields its address."""
+    server = BucketServer(dir=directory, buckets=[BUCKET])
     try:
-        if not said_first.wait(BUCKET_START_LIMIT_S) or not thread.is_alive() or not first[0].startswith("http://"):
-            said = "\n".join(f"  {line}" for line in [*first, *lines])
-            raise DemoError(f"the bucket did not start; its output:\n{said}")
-        yield first[0]
+        server.start()
+    except OSError as error:
+        raise DemoError(f"the bucket did not start: {error}") from error
+    try:
+        yield server.url
     finally:
-        server.stop()
-        thread.join()
+        server.close()
 
 
 if __name__ == "__main__":

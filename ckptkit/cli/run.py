@@ -6,10 +6,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
@@ -148,7 +148,7 @@ def run(
     if dry_run:
         _show_plan(command, processes, warm, hosts, first_attempt, as_json)
         return ExitCode.OK
-    output = _Output(log_dir, sys.stderr if as_json else None)
+    output = LogFiles(None if log_dir is None else Path(log_dir), OncePrinter(sys.stderr if as_json else None))
     if hosts is not None and hosts.rank > 0:
         return _follow(command, hosts, processes, devices_per_process, warm, join_s, output)
     last: dict[str, Any] = {}
@@ -157,7 +157,7 @@ def run(
         last.update(status)
         write_status(None if status_path is None else Path(status_path), status)
 
-    with output:
+    with closing(output):
         code = Launcher(
             Workers(command, processes=processes, devices_per_process=devices_per_process, warm=warm),
             policy=RestartPolicy(
@@ -168,28 +168,11 @@ def run(
             make_roster=None if hosts is None else lambda wake: _roster(hosts, processes, join_s, rejoin_s, wake),
             hang=hang,
             events=EventLog(log, process=-1) if log is not None else None,
-            hooks=Hooks(on_output=output.show, on_attempt=output.begin, on_status=note),
+            hooks=Hooks(on_output=output, on_attempt=output.begin, on_status=note),
         ).run()
     if as_json:
         print_json({"format": FORMAT, **last})
     return code
-
-
-class _Output(AbstractContextManager[None]):
-    """Where the lines of workers go: the screen, and files where a directory is given."""
-
-    def __init__(self, directory: str | None, file: TextIO | None):
-        self._files = None if directory is None else LogFiles(Path(directory), OncePrinter(file))
-        self.show: Callable[[int, str], None] = self._files or OncePrinter(file)
-
-    def begin(self, attempt: int) -> None:
-        """The lines that come now are of this attempt."""
-        if self._files is not None:
-            self._files.begin(attempt)
-
-    def __exit__(self, *error: object) -> None:
-        if self._files is not None:
-            self._files.close()
 
 
 def _roster(hosts: Hosts, processes: int, join_s: float, rejoin_s: float, wake: Callable[[], None]) -> Roster:
@@ -207,10 +190,10 @@ def _follow(
     devices_per_process: int | None,
     warm: WarmStart,
     join_s: float,
-    output: _Output,
+    output: LogFiles,
 ) -> int:
     """This host obeys the agent of host 0."""
-    with output:
+    with closing(output):
         try:
             return Follower(
                 Workers(command, processes=processes, devices_per_process=devices_per_process, warm=warm),
@@ -218,7 +201,7 @@ def _follow(
                 first=hosts.rendezvous,
                 secret=hosts.secret,
                 join_s=join_s,
-                hooks=Hooks(on_output=output.show, on_attempt=output.begin),
+                hooks=Hooks(on_output=output, on_attempt=output.begin),
             ).run()
         except ValueError as error:
             raise click.UsageError(str(error)) from error

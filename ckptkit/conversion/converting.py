@@ -15,7 +15,7 @@ from ckptkit.conversion.destination import Destination, begin, require_orbax_tar
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
 from ckptkit.conversion.item_writer import require_tree, write_step
 from ckptkit.conversion.journal import Journal, fingerprint
-from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
+from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped
 from ckptkit.conversion.passes import BytesProgress, counted
 from ckptkit.conversion.quantizing import Quantization, QuantizedWeights, dequantized, quantization_config, quantized
 from ckptkit.conversion.roots import require_fitting
@@ -56,7 +56,7 @@ class ConvertPlan:
     @property
     def written_bytes(self) -> int:
         """Of the files, or of the tensors where the target is Orbax's."""
-        return sum(file.size for file in self.files) or tensors_bytes(self.tensors)
+        return sum(file.size for file in self.files) or sum(each.nbytes for each in self.tensors.values())
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""

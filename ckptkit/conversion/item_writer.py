@@ -4,7 +4,6 @@ Orbax's own files are made by the durable tier's writer, and a sidecar holds the
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
@@ -188,11 +187,6 @@ def side_files(
     if writer.process == 0 and (shardings := shardings_text(arrays)) is not None:
         files[SHARDINGS] = shardings
     return files
-
-
-def this_writer(process: int, count: int) -> Writer:
-    """The writer, as recorded in the sidecars."""
-    return Writer(process=process, count=count, host=socket.gethostname())
 
 
 def _read(work: Work) -> Cells:

@@ -25,23 +25,16 @@ LOCK_SUFFIX = ".__lock"  # of TensorStore's files while they are written
 Stamp = tuple[str, str, int]  # of one file; the version is a time, in a bucket a generation or an entity tag
 
 
-def stamps_of(paths: Iterable[str]) -> list[Stamp]:
-    """The files at these paths and below them, as they are now; those that are not there have none.
+def fingerprint(described: Mapping[str, Any], paths: Iterable[str]) -> str:
+    """Of a plan and of the files that it reads, at these paths and below them: where one changed, what was written
+    before is of no use. A path without a file adds nothing.
 
     Cost: a call for each file; in a bucket a small read and a listing for each path. Raises `StoreError`.
     """
     stamps: list[Stamp] = []
     for path in paths:
         stamps += _on_disk(Path(path)) if properties_of(path).file_system else _in_bucket(path)
-    return stamps
-
-
-def fingerprint(described: Mapping[str, Any], paths: Iterable[str]) -> str:
-    """Of a plan and of the files that it reads: where one changed, what was written before is of no use.
-
-    Cost and errors: those of `stamps_of`.
-    """
-    return hashlib.sha256(json.dumps([described, stamps_of(paths)]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([described, stamps]).encode()).hexdigest()
 
 
 def _on_disk(path: Path) -> list[Stamp]:

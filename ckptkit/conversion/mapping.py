@@ -5,7 +5,6 @@ Nothing is computed when rules are applied: a mapped tensor reads the boxes of i
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -302,11 +301,6 @@ def _put(values: Sequence[int], axis: int, value: int) -> tuple[int, ...]:
 
 def _without(values: Sequence[int], axis: int) -> tuple[int, ...]:
     return (*values[:axis], *values[axis + 1 :])
-
-
-def tensors_bytes(tensors: Tensors) -> int:
-    """Bytes of all of them in memory."""
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
 
 
 @final

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, final
 
 import numpy as np
@@ -219,7 +220,7 @@ def dequantized(tensors: Tensors) -> dict[str, Tensor]:
         if name in scales:
             scale, block = scales[name]
             leaf = replace(tensor.leaf, dtype="float32")
-            made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=_Restored(tensor, tensors[scale], block).read)
+            made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=partial(_restored, tensor, tensors[scale], block))
         elif name not in left_out:
             made[name] = tensor
     return made
@@ -249,26 +250,18 @@ def quantization_config(tensors: Tensors, weights: Collection[str], wanted: Quan
     }
 
 
-@final
-class _Restored:
-    """A weight from values and scales."""
-
-    def __init__(self, values: Tensor, scales: Tensor, block: tuple[int, ...]):
-        self._values = values
-        self._scales = scales
-        self._block = block
-
-    def read(self, box: Box) -> np.ndarray:
-        low = tuple(a // size for a, size in zip(box.start, self._block, strict=True))
-        high = tuple(-(-b // size) for b, size in zip(box.stop, self._block, strict=True))
-        high = tuple(max(a, b) for a, b in zip(low, high, strict=True))
-        scales, values = self._scales.read(Box(low, high)), self._values.read(box)
-        made = np.empty(box.shape, np.float32)
-        for part in _parts(box):
-            of_box = part.slices(box.start)
-            each = spread(scales, self._block, part.start, part.stop, origin=low)
-            made[of_box] = dequantize(values[of_box], each)
-        return made
+def _restored(values: Tensor, scales: Tensor, block: tuple[int, ...], box: Box) -> np.ndarray:
+    """A box of a weight from its values and scales."""
+    low = tuple(a // size for a, size in zip(box.start, block, strict=True))
+    high = tuple(-(-b // size) for b, size in zip(box.stop, block, strict=True))
+    high = tuple(max(a, b) for a, b in zip(low, high, strict=True))
+    of_scales, of_values = scales.read(Box(low, high)), values.read(box)
+    made = np.empty(box.shape, np.float32)
+    for part in _parts(box):
+        of_box = part.slices(box.start)
+        each = spread(of_scales, block, part.start, part.stop, origin=low)
+        made[of_box] = dequantize(of_values[of_box], each)
+    return made
 
 
 def _parts(box: Box) -> Iterator[Box]:

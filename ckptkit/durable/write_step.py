@@ -15,18 +15,17 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, final
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 
 from ckptkit.durable.cells.pacing import Pace, spread_start
 from ckptkit.durable.cells.sharing import Last, Sharing
 from ckptkit.durable.cells.tensorstore_wait import large_objects, small_objects
-from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
+from ckptkit.durable.cells.writer import CellWriter, can_hold, merge_processes, process_directory
 from ckptkit.durable.commit import DiskAttempt, MarkAttempt, make_attempt
 from ckptkit.durable.orbax import files as orbax_files
 from ckptkit.durable.orbax.file_items import FilesSave
@@ -57,21 +56,12 @@ def is_writable(items: Mapping[str, Any]) -> bool:
 
 def refuse_unwritable(records: Iterable[LeafRecord]) -> None:
     """Raises ValueError with every leaf of a dtype that zarr does not have: no durable step can hold it."""
-    found = sorted(f"{leaf.name} ({leaf.dtype})" for leaf in records if not _has_zarr_dtype(leaf.dtype))
+    found = sorted(f"{leaf.name} ({leaf.dtype})" for leaf in records if not can_hold(leaf.dtype))
     if found:
         raise ValueError(
             f"arrays of these dtypes cannot be saved to the durable tier: {', '.join(found)}; cast them, or view them "
             "as integers of the same size"
         )
-
-
-@lru_cache(maxsize=64)
-def _has_zarr_dtype(dtype: str) -> bool:
-    try:
-        ts.dtype(np.dtype(dtype))
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 @final

@@ -242,15 +242,8 @@ class _Pieces:
 
     def __init__(self, path: str, spans: list[FileSpan], ranges: Ranges):
         self.path = path
-        self.size = sum(span.stop - span.start for span in spans)
         self._spans = spans
         self._ranges = ranges
-
-    def read(self, start: int, count: int) -> bytes:
-        """See `Ranges.read`."""
-        into = np.empty(count, np.uint8)
-        self.read_into(start, into)
-        return into.tobytes()
 
     def read_into(self, start: int, into: np.ndarray) -> None:
         """See `Ranges.read_into`."""
@@ -265,6 +258,3 @@ class _Pieces:
                 start = max(0, start - size)
         if at < into.nbytes:
             raise CorruptCheckpointError(f"{self.path} ends before its array", path=self.path)
-
-    def close(self) -> None:
-        """Nothing: the file is closed by whom it belongs to."""

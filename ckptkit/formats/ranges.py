@@ -22,7 +22,15 @@ _REACH_TIMES = 4  # times the bytes wanted that are read at once rather than one
 METADATA_BYTES_MAX = 32 << 20  # of a header, index, pickle or zip directory; parsed, it takes up to 20 times as much
 
 
-class Ranges(Protocol):
+class BytesInto(Protocol):
+    """Bytes that are read by range."""
+
+    def read_into(self, start: int, into: np.ndarray) -> None:
+        """Fills flat uint8 memory from `start`."""
+        ...
+
+
+class Ranges(BytesInto, Protocol):
     """A file of a known size whose bytes are read by range."""
 
     path: str
@@ -30,10 +38,6 @@ class Ranges(Protocol):
 
     def read(self, start: int, count: int) -> bytes:
         """`count` bytes from `start`; raises `CorruptCheckpointError` where the file ends before."""
-        ...
-
-    def read_into(self, start: int, into: np.ndarray) -> None:
-        """Fills flat uint8 memory from `start`."""
         ...
 
     def close(self) -> None:
@@ -137,14 +141,6 @@ class RangeFile(io.RawIOBase):
         self._ranges = ranges
         self._at = 0
 
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """See `io.IOBase.seek`."""
         at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._ranges.size}[whence]
@@ -166,15 +162,9 @@ class RangeFile(io.RawIOBase):
         self._at += count
         return found
 
-    def readinto(self, buffer: Any, /) -> int:
-        """See `io.RawIOBase.readinto`."""
-        found = self.read(len(buffer))
-        buffer[: len(found)] = found
-        return len(found)
-
 
 def fetch_strided(
-    ranges: Ranges, start: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], box: Box
+    ranges: BytesInto, start: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], box: Box
 ) -> np.ndarray:
     """A box of an array that starts at byte `start` of a file, with `strides` in elements.
 

@@ -79,16 +79,12 @@ def _read(ranges: Ranges) -> tuple[list[Tensor], list[LeafInfo]]:
         elif isinstance(value, bool | int | float) and not (isinstance(value, int) and abs(value) >= 1 << 63):
             array = np.asarray(value)
             leaf = LeafInfo(path=path, kind=type(value).__name__, dtype=array.dtype.name, shape=())
-            tensors.append(Tensor(item="tree", leaf=leaf, fetch=partial(_scalar, array)))
+            tensors.append(Tensor(item="tree", leaf=leaf, fetch=lambda box, array=array: array[box.slices()]))
         else:
             others.append(
                 LeafInfo(path=path, kind={"NoneType": "None", "str": "string"}.get(type(value).__name__, "other"))
             )
     return tensors, others
-
-
-def _scalar(array: np.ndarray, box: Any) -> np.ndarray:
-    return array[box.slices()]
 
 
 def _content(ranges: Ranges, entry: ZipEntry) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from typing import Any
@@ -180,10 +180,6 @@ class Skips:
             batch += stop - first
         return batch
 
-    def batches(self, begin: int, end: int) -> Iterator[int]:
-        """The batches of the steps from `begin` to `end`, exclusive."""
-        return (self.batch_of(step) for step in range(begin, end))
-
     def and_also(self, first: int, stop: int) -> Skips:
         """These, and the batches from `first` to `stop`, exclusive."""
         merged: list[tuple[int, int]] = []
@@ -193,21 +189,6 @@ class Skips:
             else:
                 merged.append((low, high))
         return Skips(tuple(merged))
-
-    @property
-    def total(self) -> int:
-        """How many batches are skipped."""
-        return sum(stop - first for first, stop in self.ranges)
-
-    def to_json(self) -> list[list[int]]:
-        """The form in which a position of the data holds them."""
-        return [list(pair) for pair in self.ranges]
-
-    @classmethod
-    def from_json(cls, saved: Iterable[Iterable[int]]) -> Skips:
-        """The ranges from the result of `to_json`. Raises ValueError if they are not such ranges."""
-        pairs = [tuple(pair) for pair in saved]
-        return cls(tuple((int(first), int(stop)) for first, stop in pairs))
 
     def __str__(self) -> str:
         return ", ".join(f"{first} to {stop - 1}" for first, stop in self.ranges) or "none"

@@ -53,18 +53,8 @@ from ckptkit.store.roots import root_url
 
 
 def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
-    """Describes the checkpoint at `path`.
-
-    That is a step directory (of ckptkit or stock Orbax), an item in one, a root (then its newest committed step), or a
-    fast tier's slot directory or manifest file.
-
-    Where something is damaged and the rest can be read, the rest is returned and the damage is in `problems`.
-    Cost: small reads only: one per process of a step with our sidecars, one per node of
-    another OCDBT tree, one per leaf of anything else.
-
-    Raises `StepNotFoundError` where nothing that can be inspected is there, `CorruptCheckpointError` where what is
-    there cannot be read, `StoreError` where it cannot be reached.
-    """
+    """See `ckptkit.formats.inspect`, for a step directory (of ckptkit or stock Orbax), an item in one, a root (then its
+    newest committed step), or a fast tier's slot directory or manifest file."""
     url = root_url(path)
     if properties_of(url).file_system:
         kind = local_kind(url)

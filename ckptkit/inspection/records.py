@@ -68,10 +68,6 @@ class Item:
     value: Any = None
     leaves: tuple[LeafInfo, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return plain_fields(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOrigin:

@@ -47,14 +47,10 @@ def shared_files(url: str) -> dict[str, SharedFile]:
     return found
 
 
-def steps_of(files: Iterable[SharedFile]) -> tuple[int, ...]:
-    """The other steps that have at least one of these files, ascending."""
-    return tuple(sorted({step for file in files for step in file.steps}))
-
-
 def sharing_words(files: Mapping[str, SharedFile]) -> str:
     """The other names of these files: `steps 1, 2 and 2 names outside of steps`."""
-    steps, elsewhere = steps_of(files.values()), max((file.elsewhere for file in files.values()), default=0)
+    steps = sorted({step for file in files.values() for step in file.steps})
+    elsewhere = max((file.elsewhere for file in files.values()), default=0)
     words = [steps_words(steps)] if steps else []
     if elsewhere:
         words.append(f"{elsewhere} {'names' if elsewhere > 1 else 'name'} outside of steps")

@@ -13,13 +13,14 @@ from typing import IO, TextIO, final
 
 @final
 class LogFiles:
-    """Passes each line on, and appends it to `attempt-<a>-process-<p>.log` in a directory.
+    """Passes each line on, and appends it to `attempt-<a>-process-<p>.log` in a directory, if one is given.
 
     Raises OSError for a directory that cannot be made or written. A full disk later loses lines of the files alone.
     """
 
-    def __init__(self, directory: Path, show: Callable[[int, str], None]):
-        directory.mkdir(parents=True, exist_ok=True)
+    def __init__(self, directory: Path | None, show: Callable[[int, str], None]):
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._show = show
         self._lock = threading.Lock()
@@ -33,12 +34,16 @@ class LogFiles:
 
     def __call__(self, process: int, line: str) -> None:
         """Takes one line of a process."""
+        if self._directory is not None:
+            self._write(self._directory, process, line)
+        self._show(process, line)
+
+    def _write(self, directory: Path, process: int, line: str) -> None:
         with self._lock, suppress(OSError):
             if process not in self._files:
-                path = self._directory / f"attempt-{self._attempt}-process-{process}.log"
+                path = directory / f"attempt-{self._attempt}-process-{process}.log"
                 self._files[process] = path.open("a", buffering=1, encoding="utf-8", errors="replace")
             self._files[process].write(f"{line}\n")
-        self._show(process, line)
 
     def close(self) -> None:
         """Closes the files."""

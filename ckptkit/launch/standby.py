@@ -62,11 +62,6 @@ class Standby:
             theirs.close()
         self._send({"agent": os.getpid(), "command": command.to_json(), "modules": list(modules)})
 
-    @property
-    def pid(self) -> int | None:
-        """The process id; None once it has ended."""
-        return None if self._running is None else self._running.pid
-
     def is_ready(self) -> bool:
         """Whether it has imported everything. Raises `StandbyError` where it never will, or has ended."""
         while connection.wait([self._socket], 0):

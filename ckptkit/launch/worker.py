@@ -33,7 +33,6 @@ import types
 import warnings
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7  # the stacks of all threads go to stderr; a job may have SIGUSR1 and SIGUSR2
-MESSAGE_BYTES_MAX = 16 << 20
 _FDS_MAX = 250
 _HEADER = struct.Struct("<I")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15

@@ -17,6 +17,7 @@ from ckptkit.schedule.preemption import LastSave, LastSavePlan, PreemptionPace, 
 from ckptkit.snapshot.items import save_items
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
+from ckptkit.util.plain import plain_fields
 
 _LEAST_S = 1.0  # for the fastest tier: what has gone of the grace is an upper bound
 _ANSWER_S = 5.0  # of the grace, at least, for the agreement itself
@@ -83,7 +84,7 @@ class LastSaver:
             spent_s=round(spent_s, 3),
             grace_s=grace_s,
         )
-        self._say(result)
+        self._events.emit(Kind.PREEMPTED, **plain_fields(result))
         return result
 
     def _was_there(self, step: int, deadline: Deadline) -> bool:
@@ -122,14 +123,3 @@ class LastSaver:
         wait_s = max(_ANSWER_S, grace_s - spent_s)
         said = self._coordinator.agree("last-save", [needs_s, spent_s, grace_s], decide, timeout_s=wait_s)
         return LastSavePlan(tiers=tuple(said[0]), left_out=said[1]), said[2]
-
-    def _say(self, last: LastSave) -> None:
-        self._events.emit(
-            Kind.PREEMPTED,
-            step=last.step,
-            tiers=last.tiers,
-            unfinished=last.unfinished,
-            left_out=last.left_out,
-            spent_s=last.spent_s,
-            grace_s=last.grace_s,
-        )

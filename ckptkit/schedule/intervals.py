@@ -142,12 +142,3 @@ def next_s(first: Any, age_s: Any, chosen: Any) -> Any:
     """From a save at `age_s` of the uptime to the next one, where the first is due at `first`."""
     age = np.asarray(age_s, float)
     return (age**chosen + np.asarray(first, float) ** chosen) ** (1.0 / chosen) - age
-
-
-def overhead(interval_s: Any, cost_s: Any, mtbf_s: Any) -> Any:
-    """Share of time that one level costs: saves, and work lost again, with exponential failures (exact).
-
-    1 - w / (M (exp((w + C) / M) - 1)), the restart left out: Daly 2006, equation 13, without R.
-    """
-    work, mtbf = np.asarray(interval_s, float), np.asarray(mtbf_s, float)
-    return 1.0 - work / (mtbf * np.expm1((work + np.asarray(cost_s, float)) / mtbf))

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.durable.signatures import SigningKey, TrustedKey
 from ckptkit.durable.signed_files import is_covered, left_out, read_signature
@@ -24,12 +22,13 @@ from ckptkit.inspection.shares import sidecar_processes
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.cells import cell_ranges, digested_cells
-from ckptkit.model.digests import digest_of, strong_digest_of
+from ckptkit.model.digests import strong_digest_of
 from ckptkit.model.handler_files import is_file, with_file_digests
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.copying import digest_of_object
+from ckptkit.verification.durable import cell_check
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof, Verification, VerifyProgress
 
@@ -203,23 +202,12 @@ def _records(
     strong: dict[_Cell, str] = {}
 
     def check(name: _Cell, leaf: LeafRecord, size_bytes: int, digest: str) -> CellCheck:
-        _, item, path, cell = name
+        _, item, _, cell = name
 
-        def read() -> str:
-            data: Any = np.ascontiguousarray(reader.read_cell(item, leaf, cell)).reshape(-1).view(np.uint8)
+        def keep(data: Any) -> None:
             strong[name] = strong_digest_of(data)
-            return digest_of(data)
 
-        return CellCheck(
-            path=target.url,
-            item=item,
-            leaf=".".join(path),
-            box=cell,
-            size_bytes=size_bytes,
-            memory_bytes=2 * size_bytes,
-            expected=digest,
-            read=read,
-        )
+        return cell_check(reader, target.url, item, leaf, cell, size_bytes, digest, keep)
 
     largest = max((size for _, _, size, _ in _cells(manifests)), default=0)
     limits = Limits(memory_bytes_max=max(MEMORY_BYTES_MAX, 2 * largest), progress=progress)

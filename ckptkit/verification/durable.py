@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -299,19 +299,29 @@ def _our_checks(reader: DurableReader, item: Place, manifests: Sequence[Manifest
     for manifest in manifests:
         for name, leaf, _, cell, start, stop, digest in digested_cells(manifest):
             if name == item.name:
-                yield _cell_check(reader, item, leaf, cell, stop - start, digest)
+                yield cell_check(reader, item.url, item.name, leaf, cell, stop - start, digest)
 
 
-def _cell_check(
-    reader: DurableReader, item: Place, leaf: LeafRecord, cell: Box, size_bytes: int, digest: str
+def cell_check(
+    reader: DurableReader,
+    url: str,
+    item: str,
+    leaf: LeafRecord,
+    cell: Box,
+    size_bytes: int,
+    digest: str,
+    seen: Callable[[np.ndarray], None] = lambda data: None,
 ) -> CellCheck:
+    """The check of a cell against its digest; `seen` is given its bytes, as flat uint8."""
+
     def read() -> str:
-        found = np.ascontiguousarray(reader.read_cell(item.name, leaf, cell))
-        return digest_of(found.reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(reader.read_cell(item, leaf, cell)).reshape(-1).view(np.uint8)
+        seen(data)
+        return digest_of(data)
 
     return CellCheck(
-        path=item.url,
-        item=item.name,
+        path=url,
+        item=item,
         leaf=leaf.name,
         box=cell,
         size_bytes=size_bytes,

@@ -91,10 +91,9 @@ def test_rules_that_cannot_work_are_refused(make) -> None:
 def test_skips_number_the_batches_that_are_left() -> None:
     """A batch would be trained on twice, or left out unsaid."""
     skips = Skips().and_also(5, 8).and_also(10, 11)
-    assert list(skips.batches(0, 9)) == [0, 1, 2, 3, 4, 8, 9, 11, 12]
+    assert list(map(skips.batch_of, range(9))) == [0, 1, 2, 3, 4, 8, 9, 11, 12]
     assert skips.and_also(7, 10) == Skips(((5, 11),))
-    assert (skips.total, str(skips)) == (4, "5 to 7, 10 to 10")
-    assert Skips.from_json(skips.to_json()) == skips
+    assert str(skips) == "5 to 7, 10 to 10"
 
 
 @pytest.mark.parametrize("ranges", [((5, 5),), ((5, 8), (7, 9)), ((8, 9), (1, 2)), ((-1, 2),)])

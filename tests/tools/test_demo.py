@@ -117,10 +117,10 @@ def test_a_machine_without_ramdisk_is_refused(tmp_path: Path, monkeypatch: pytes
     assert caught.value.code == 2
 
 
-def test_bucket_that_does_not_start_is_reported_with_its_output(tmp_path: Path) -> None:
+def test_bucket_that_does_not_start_is_reported_with_the_reason(tmp_path: Path) -> None:
     """Breaks when the demo waits for an address that never comes, or hides why."""
     (tmp_path / "file").write_text("not a directory")
-    with pytest.raises(DemoError, match="the bucket did not start; its output:\n"), running_bucket(tmp_path / "file"):
+    with pytest.raises(DemoError, match=r"the bucket did not start: .*file"), running_bucket(tmp_path / "file"):
         pass
 
 

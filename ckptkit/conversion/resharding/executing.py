@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
-from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer, works_of
+from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, works_of
 from ckptkit.conversion.journal import data_prefix, fingerprint
 from ckptkit.conversion.passes import BytesProgress, counted
 from ckptkit.conversion.resharding.meshes import Mesh, Spec
@@ -27,7 +28,7 @@ from ckptkit.job.vote import act_together
 from ckptkit.model import paths
 from ckptkit.model.boxes import CELL_BYTES, Box
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import SaveId, Writer
 from ckptkit.model.paths import OCDBT_MANIFEST, SHARDINGS, TREE_METADATA
 from ckptkit.store.backends import properties_of
 
@@ -162,7 +163,7 @@ def _write_part(
             name,
             proven,
             _identity(source, plan),
-            this_writer(coordinator.process, coordinator.count),
+            Writer(process=coordinator.process, count=coordinator.count, host=socket.gethostname()),
             small if item.structure is None else {**small, name: item.structure},
             provable=item.provable,
         )

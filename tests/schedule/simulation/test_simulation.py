@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.schedule import simulation as sim
-from ckptkit.schedule.intervals import overhead
+from tests.schedule.exact import overhead
 
 DAY_S = 86400.0
 
