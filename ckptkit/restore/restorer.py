@@ -69,7 +69,7 @@ class Rejection:
     def is_unsuited(self) -> bool:
         """Whether the save is intact, as far as it was committed: another job restores it, and a repair changes
         nothing."""
-        return self.is_incomplete or UnsuitedSaveError.__name__ in self.reason
+        return self.is_incomplete or (UnsuitedSaveError.__name__ in self.reason and not self.is_damage)
 
     def __str__(self) -> str:
         return f"step {self.save_id.step} in {self.where}: {self.reason}"
