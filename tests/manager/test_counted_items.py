@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.model.manifest import Writer
+from ckptkit.model.manifest import SaveId, Writer
+from ckptkit.restore.restorer import Rejection
 from ckptkit.slots.reader import read_manifest
 from tests.states import abstract, assert_same, make_state
 
@@ -79,6 +80,14 @@ def test_one_process_refuses_a_data_iterator_of_two(tmp_path: Path) -> None:
         assert [event.kind for event in events if event.kind in ("restore_planned", "restored")] == []
         restored = restoring.restore(2, args=ocp.args.Composite(state=wanted))
     assert_same(restored["state"], state)
+
+
+def test_save_that_one_process_finds_damaged_is_repaired() -> None:
+    """The error would say that nothing is damaged, and not name the command that repairs."""
+    reason = "process 0: UnsuitedSaveError: saved by 2; process 1: CorruptCheckpointError: cell 3"
+    rejection = Rejection(save_id=SaveId(1, 5, 1), where="ram", reason=reason)
+    assert rejection.is_damage
+    assert not rejection.is_unsuited
 
 
 def elastic(kind: str, rows: Sequence[int]) -> Any:
