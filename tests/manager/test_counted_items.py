@@ -83,7 +83,7 @@ def test_one_process_refuses_a_data_iterator_of_two(tmp_path: Path) -> None:
 
 
 def test_save_that_one_process_finds_damaged_is_repaired() -> None:
-    """The error would say that nothing is damaged, and not name the command that repairs."""
+    """The error would not name the command that repairs."""
     reason = "process 0: UnsuitedSaveError: saved by 2; process 1: CorruptCheckpointError: cell 3"
     rejection = Rejection(save_id=SaveId(1, 5, 1), where="ram", reason=reason)
     assert rejection.is_damage
