@@ -105,6 +105,7 @@ class Restorer:
         self._preparer = Preparer(self._url, coordinator)
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering
         self.rejected: list[Rejection] = []  # by the last restore, in the order in which they were tried
+        self._manifests_damaged = False  # on any process, at the last look: what those recorded is not known
         self._waits_for = "its begin"
         self._begun_s = 0.0
         self._events = job.events
@@ -167,7 +168,8 @@ class Restorer:
         if all(ItemNotFoundError.__name__ in each.reason for each in rejected):
             raise ItemNotFoundError("; ".join(dict.fromkeys(each.reason for each in rejected)), path=self._url)
         reasons = [(r.where, r.save_id.step, r.reason) for r in rejected]
-        repair = None if all(each.is_unsuited for each in rejected) else self._inventory.repair_command
+        intact = not self._manifests_damaged and all(each.is_unsuited for each in rejected)
+        repair = None if intact else self._inventory.repair_command
         raise NoRestorableStepError(reasons, path=self._url, repair=repair)
 
     def waiting_text(self) -> str:
@@ -185,7 +187,7 @@ class Restorer:
     ) -> list[Candidate]:
         report = self._report(local, prepared, wanted)
 
-        def rank(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        def rank(reports: list[dict[str, Any]]) -> dict[str, Any]:
             refused = [
                 f"process {process}: {each['refused']}" for process, each in enumerate(reports) if each["refused"]
             ]
@@ -196,14 +198,17 @@ class Restorer:
                 )
             self._reports = [[Held.from_json(entry) for entry in each["held"]] for each in reports]
             ranked = self._inventory.candidates(self._reports, step, looked_into, wanted.proves)
-            if not any(each["damaged"] for each in reports):  # a damaged manifest may be that of a share that lacks
+            damaged = any(each["damaged"] for each in reports)
+            if not damaged:  # a damaged manifest may be that of a share that lacks
                 ranked = [replace(each, uncommitted=self._uncommitted(each)) for each in ranked]
-            return [{**asdict(candidate), "save_id": list(asdict(candidate.save_id).values())} for candidate in ranked]
+            entries = [{**asdict(each), "save_id": list(asdict(each.save_id).values())} for each in ranked]
+            return {"damaged": damaged, "ranked": entries}
 
         local_tiers = self._inventory.local
         said = {"held": report, "refused": local_tiers.refused, "damaged": local_tiers.damaged}
         agreed = self._coordinator.agree("candidates", said, rank)
-        return [Candidate(**{**entry, "save_id": SaveId(*entry["save_id"])}) for entry in agreed]
+        self._manifests_damaged = agreed["damaged"]
+        return [Candidate(**{**entry, "save_id": SaveId(*entry["save_id"])}) for entry in agreed["ranked"]]
 
     def _uncommitted(self, candidate: Candidate) -> str | None:
         """Why a save in fast tiers alone was not complete when the job ended, on process 0; None if it was."""

@@ -80,6 +80,10 @@ def test_one_process_refuses_a_data_iterator_of_two(tmp_path: Path) -> None:
         assert [event.kind for event in events if event.kind in ("restore_planned", "restored")] == []
         restored = restoring.restore(2, args=ocp.args.Composite(state=wanted))
     assert_same(restored["state"], state)
+    (damaged,) = slots.with_name("1").glob("step-000000000002-*.json")
+    damaged.write_bytes(b"{")  # it may be the one that would have made the difference
+    with manager() as restoring, pytest.raises(ckptkit.NoRestorableStepError, match="Run on each host: `ckptkit scrub"):
+        restoring.restore(2, args=ocp.args.Composite(state=wanted, data=read))
 
 
 def test_save_that_one_process_finds_damaged_is_repaired() -> None:
