@@ -33,6 +33,7 @@ from trainer.config import PRESETS
 _PROBE_STEPS = 8
 _STEPS_MIN = 4
 _OVERTIME = 3.0  # times the seconds of a run, and then it is called unfinished
+_LIMIT_MIN_S = 120.0  # of a short run, whose starts alone may take longer than that on a busy machine
 _START_LIMIT_S = 600.0
 _CALIBRATION_SEED = 1_000_003  # added to the seed: no measured schedule has it
 
@@ -148,8 +149,8 @@ class Campaign:
         self, name: str, every: Every, reference: Reference, steps: int, faults: tuple[Fault, ...], seconds: float
     ) -> dict[str, Any]:
         with self._places() as places:
-            limit_s = _OVERTIME * seconds + reference.start_s
-            outcome = run(self.job, places, steps=steps, contender=name, every=every, faults=faults, limit_s=limit_s)
+            limit = limit_s(seconds, reference.start_s)
+            outcome = run(self.job, places, steps=steps, contender=name, every=every, faults=faults, limit_s=limit)
             if self.kept is not None:
                 self.kept.mkdir(parents=True, exist_ok=True)
                 number = len(list(self.kept.iterdir()))
@@ -165,6 +166,11 @@ class Campaign:
             yield places
         finally:
             places.remove()
+
+
+def limit_s(seconds: float, start_s: float) -> float:
+    """Seconds after which a run of about `seconds` is called unfinished."""
+    return max(_LIMIT_MIN_S, _OVERTIME * seconds + start_s)
 
 
 def _check(outcome: Outcome, what: str) -> None:

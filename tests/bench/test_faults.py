@@ -24,6 +24,7 @@ from bench.fault_report import Reference, judge, show, summary
 from bench.fault_run import Outcome, _Run
 from bench.fault_schedule import NEWEST, RAMDISK, ceiling_s, gap_closed, plan_faults, text_of
 from bench.fault_tuning import first_guess, learned, sweep
+from bench.faults import limit_s
 from ckptkit import EventLog, Kind
 from ckptkit.launch import ExitCode, Workers
 from ckptkit.launch.faults import Fault
@@ -77,6 +78,13 @@ def test_ceiling_loses_only_startup_and_interrupted_steps() -> None:
     assert gap_closed(0.7, 0.5, 0.9) == pytest.approx(0.5)
     assert gap_closed(0.4, 0.5, 0.9) == pytest.approx(-0.25)
     assert gap_closed(0.7, 0.9, 0.9) is None
+
+
+def test_short_run_has_time_for_its_starts_on_a_busy_machine() -> None:
+    """A run of a few seconds would be called unfinished because other work kept the processors busy."""
+    start_s, killed_at_s, slowdown = 6.2, 1.0, 5.0
+    assert limit_s(5.0, start_s) > killed_at_s + slowdown * (2 * start_s + 4 * 0.4)
+    assert limit_s(240.0, start_s) == 3 * 240.0 + start_s, "as in the stored results"
 
 
 def test_intervals_are_multiples_and_the_best_tried_is_chosen() -> None:
