@@ -85,12 +85,13 @@ def run_all(entries: Sequence[Entry], directory: Path, *, minutes: float, small:
     told: dict[str, str] = {}
     for entry in entries:
         needs_s, left_s = 60.0 * (_SMALL_MINUTES if small else entry.minutes), deadline.left_s
+        took = ""
         if left_s < needs_s:
             told[entry.name] = f"left out: {left_s / 60:.1f} minutes are left, it takes {needs_s / 60:g}"
         else:
-            told[entry.name] = _run(entry, directory, deadline.left_s, SMALL[entry.name] if small else ())
-        took_min = (left_s - deadline.left_s) / 60
-        click.echo(f"{entry.name}: {told[entry.name]} ({took_min:.1f} minutes)", err=True)
+            told[entry.name] = _run(entry, directory, left_s, SMALL[entry.name] if small else ())
+            took = f" ({(left_s - deadline.left_s) / 60:.1f} minutes)"
+        click.echo(f"{entry.name}: {told[entry.name]}{took}", err=True)
     return told
 
 

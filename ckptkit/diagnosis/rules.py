@@ -17,6 +17,7 @@ from ckptkit.events import Event, Kind
 from ckptkit.inspection.words import count_text, size_text
 from ckptkit.model.tiers import DURABLE
 from ckptkit.util import clock
+from ckptkit.util.words import command_line, repair_command
 
 DiagnosisRule = Callable[[Facts], list[Advice]]
 
@@ -274,7 +275,7 @@ def _repair_command(facts: Facts) -> str:
     opened = facts.of(Kind.OPENED)
     listed = {each.tier for each in facts.usage.arenas}
     tiers = sorted(opened[-1].fields.get("places", {}).values()) if opened else sorted(listed)
-    return f"ckptkit scrub {facts.usage.root}{''.join(f' --tier {tier}' for tier in tiers)} --repair"
+    return repair_command(facts.usage.root, tiers)
 
 
 def mounts(facts: Facts) -> list[Advice]:
@@ -302,7 +303,7 @@ def dead_weight(facts: Facts) -> list[Advice]:
         kinds[each.kind] += each.stored_bytes
     shown = ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.most_common())
     what = f"{size_text(dead)} of {size_text(usage.stored_bytes)} are dead weight: {shown}"
-    advice = f"`ckptkit du {usage.root}` shows how to remove each; `ckptkit prune`"
+    advice = f"`{command_line('du', usage.root)}` shows how to remove each; `ckptkit prune`"
     return _said("dead_weight", "wasteful", what, advice, stored_bytes=dead)
 
 
@@ -329,8 +330,8 @@ def idle_arenas(facts: Facts) -> list[Advice]:
     size = sum(each.stored_bytes for each in idle)
     where = count_text(len(idle), "directory", "directories")
     what = f"no process of the job runs here, and its slots hold {size_text(size)} in {where}"
-    paths = " ".join(sorted({each.tier for each in idle}))
-    advice = f"where it is not started again: `ckptkit tiers clean {paths} --root {facts.usage.root}`"
+    command = command_line("tiers", "clean", *sorted({each.tier for each in idle}), "--root", facts.usage.root)
+    advice = f"where it is not started again: `{command}`"
     return _said("idle_arenas", "wasteful", what, advice)
 
 

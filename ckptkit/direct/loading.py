@@ -24,6 +24,7 @@ from ckptkit.restore.plan import Source
 from ckptkit.restore.prepare import Prepared, Preparer
 from ckptkit.restore.request import RestoreRequest
 from ckptkit.store import open_store
+from ckptkit.util.words import command_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ def not_a_tree(url: str) -> str | None:
         case "root":
             return (
                 f"{url} has the steps of a manager, and is not a tree: give the directory of an item, {url}/STEP/ITEM "
-                f"(`ckptkit steps {url}` lists the steps), or restore it with ckptkit.CheckpointManager"
+                f"(`{command_line('steps', url)}` lists the steps), or restore it with ckptkit.CheckpointManager"
             )
         case _:
             return None

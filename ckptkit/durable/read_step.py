@@ -52,6 +52,7 @@ from ckptkit.model.paths import ARRAY_METADATAS, COMMIT_MARK, STEP_METADATA
 from ckptkit.store import Store, all_of
 from ckptkit.store.base import checked_key
 from ckptkit.util.gc_pause import collection_paused
+from ckptkit.util.words import command_line
 
 READ_THREADS = 8
 _JOINED_BYTES = 64 << 20  # of a joined record of a large job: it may take as long as so much
@@ -174,7 +175,7 @@ class DurableReader:
         if self._step is not None and steps - {self._step}:
             raise self._untrusted(f"was signed as step {', '.join(map(str, sorted(steps)))}")
         if not found:
-            raise self._untrusted(f"has no SHA-256 of its cells; sign it with `ckptkit sign {url}`")
+            raise self._untrusted(f"has no SHA-256 of its cells; sign it with `{command_line('sign', url)}`")
         self.without_sidecars = () if alone or self._item is not None else tuple(sorted(files.items - found.keys()))
         if to_read and self._ranges is not None:
             all_of(self._url, [partial(self._ranges.open, item) for item in found])

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, final
 
 from ckptkit.errors import SigningKeyError, UntrustedStepError
-from ckptkit.util.words import first_of
+from ckptkit.util.words import command_line, first_of
 
 _T = TypeVar("_T")
 _SHOWN_MAX = 8  # files in one message
@@ -103,7 +103,8 @@ def claimed(where: str, signature: bytes) -> dict[str, str]:
         why = f"{where} has a signature that cannot be read ({type(error).__name__}): it is truncated, or not one"
         raise UntrustedStepError(why, path=where) from error
     if others:
-        why = f"{where} is signed over digests by {', '.join(sorted(others))}; sign it with `ckptkit sign {where}`"
+        sign = command_line("sign", where)
+        why = f"{where} is signed over digests by {', '.join(sorted(others))}; sign it with `{sign}`"
         raise UntrustedStepError(why, path=where)
     return digests
 

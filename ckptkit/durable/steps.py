@@ -54,6 +54,7 @@ from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
 from ckptkit.util.own_context import own_context
+from ckptkit.util.words import command_line
 
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
 # Orbax numbers operations per process: two saves that begin at once mistake each other's directories.
@@ -437,7 +438,7 @@ class DurableSteps:
         if pinned:
             raise StepAlreadyExistsError(
                 f"step {step} in {self.url} is of an abandoned branch, and pinned: it is not replaced. Save another "
-                f"step, or take the pin out with `ckptkit unpin {self.url} {step}`"
+                f"step, or take the pin out with `{command_line('unpin', self.url, step)}`"
             )
         # The one that takes its number is of this branch: without it here, its own save would prune it.
         self._preservation.abandoned = frozenset(steps) - {step}

@@ -41,6 +41,7 @@ from ckptkit.snapshot.copying import window_bytes
 from ckptkit.snapshot.describe import is_accelerator
 from ckptkit.store import open_store
 from ckptkit.util.pages import PAGE_BYTES
+from ckptkit.util.words import command_line
 
 _log = logging.getLogger("ckptkit")
 UNKNOWN_BYTES = 1 << 60  # of a state before the first save: slots that follow from bytes begin with the fewest
@@ -124,7 +125,9 @@ def warn_of_slots_alone(held: Mapping[SaveId, Sequence[str]], url: str, settings
     if not held or any(DURABLE in tiers for tiers in held.values()):
         return
     commands = [
-        f"ckptkit tiers clean --job {paths.job_name(url, tier.job)} --host-id {settings.host_id} {tier.path}"
+        command_line(
+            *("tiers", "clean", "--job", paths.job_name(url, tier.job), "--host-id", settings.host_id, tier.path)
+        )
         for tier in settings.tiers
         if tier.medium != PEER
     ]

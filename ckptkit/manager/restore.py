@@ -36,6 +36,7 @@ from ckptkit.restore.request import RestoreRequest, request_of
 from ckptkit.restore.restorer import Rejection, Restored, Restorer
 from ckptkit.store import open_store
 from ckptkit.util import heartbeat
+from ckptkit.util.words import command_line
 
 _log = logging.getLogger("ckptkit")
 _NAMED_MAX = 20  # steps, in one message
@@ -133,7 +134,8 @@ class Resumer:
         steps = self._components.job.coordinator.ask_process_0("certified", known, about=about)
         if not steps:
             raise StepNotFoundError(
-                f"{url} has no certified step; `ckptkit certify {url}` certifies those that a replay comes to", path=url
+                f"{url} has no certified step; `{command_line('certify', url)}` certifies those that a replay comes to",
+                path=url,
             )
         found, restored, damaged = restore_first(steps, restore)
         if found is None:
@@ -261,9 +263,9 @@ class Resumer:
         if newer:
             _log.warning(
                 "restore: the run continues from step %d, which is not the newest. The next save abandons newer steps: "
-                "%s. Then no restart takes them, and the keep policies delete those that `ckptkit pin %s STEP` does "
-                "not keep. To only look at a step, open a manager with read_only=True",
-                *(step, _newest_first(newer), self._components.storage.durable.url),
+                "%s. Then no restart takes them, and the keep policies delete those that `%s` does not keep. To only "
+                "look at a step, open a manager with read_only=True",
+                *(step, _newest_first(newer), command_line("pin", self._components.storage.durable.url, "STEP")),
             )
 
     def _given(self, restored: Restored, rejected: Sequence[Rejection], began: Began, directory: Any) -> Any:

@@ -20,6 +20,7 @@ from ckptkit.restore.inventory import Held, box_set_hash, part_of
 from ckptkit.restore.plan import Source
 from ckptkit.restore.read import BoxReader
 from ckptkit.slots.reader import ManifestCache, SlotReader, read_manifests, slot_directories, within
+from ckptkit.util.words import repair_command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +84,8 @@ class LocalTiers:
 
     def repair_command(self, url: str) -> str:
         """The command that repairs what these tiers and the durable root at `url` hold, from copies that are intact."""
-        tiers = "".join(f" --tier {host_dir.parents[1]}" for host_dir in self._host_dirs.values())
-        hosts = "".join(f" --host-id {name}" for name in {host_dir.name for host_dir in self._host_dirs.values()})
-        return f"ckptkit scrub {url}{tiers}{hosts} --repair"
+        host_dirs = self._host_dirs.values()
+        return repair_command(url, [each.parents[1] for each in host_dirs], {each.name for each in host_dirs})
 
     def saves(self) -> dict[SaveId, LocalSave]:
         """Every save with a readable manifest on this host. Damage is reported in events."""

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.durable.read_step import DurableReader
-from ckptkit.errors import CorruptCheckpointError, NoRestorableStepError, StepNotFoundError, TreeMismatchError
+from ckptkit.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NoRestorableStepError,
+    StepNotFoundError,
+    TreeMismatchError,
+)
 from ckptkit.events import EventLog
 from ckptkit.inspection.places import Place, is_slot_directory, nothing_at
 from ckptkit.inspection.roots import read_ancestry, read_root
@@ -24,6 +30,7 @@ from ckptkit.restore.plan import Candidate, Key, RestorePlan, plan_restore, rank
 from ckptkit.restore.sources import SourceSearch
 from ckptkit.store.mounts import file_system_of
 from ckptkit.store.roots import root_url
+from ckptkit.util.words import repair_command
 
 FORMAT = 1
 
@@ -90,13 +97,17 @@ def outlook(
     events = EventLog()
     events.observe(lambda event: problems.append(str(event.fields["reason"])))
     rejected: list[tuple[str, int, str]] = []
+    elsewhere = 0  # rejected saves of which other hosts may have the rest
     for candidate in rank_candidates([dict.fromkeys(fast)], list(durable), ancestry.superseded, step, linked=True):
         save = candidate.save_id
-        search = _search(candidate, LocalSave(save_id=save, held=fast.get(save, {})), durable, events)
+        local = LocalSave(save_id=save, held=fast.get(save, {}))
+        search = _search(candidate, local, durable, events)
         try:
             plan = search.planned(partial(_plan, candidate, wanted))
         except CorruptCheckpointError as error:
-            rejected.append((candidate.where, save.step, str(error)))
+            other_hosts = "" if candidate.durable else _on_other_hosts(local)
+            elsewhere += bool(other_hosts)
+            rejected.append((candidate.where, save.step, f"{error}{other_hosts}"))
             continue
         return Outlook(
             root=url,
@@ -107,12 +118,16 @@ def outlook(
             notes=tuple(notes),
             problems=tuple(problems),
         )
+    error: CheckpointError = nothing_at(url, "no step can be restored, here or in a given tier")
     if rejected:
-        given = "".join(f" --tier {tier}" for tier in tiers) + f" --host-id {host_id}" * bool(tiers)
-        raise NoRestorableStepError(rejected, path=url, repair=f"ckptkit scrub {url}{given} --repair")
-    if names and step is not None:
-        raise StepNotFoundError(f"step {step} is not in {url} or in this host's tiers", step=step, path=url)
-    raise nothing_at(url, "no step can be restored, here or in a given tier")
+        intact = elsewhere == len(rejected) and not problems
+        repair = None if intact else repair_command(url, tiers, [host_id] if tiers else [])
+        error = NoRestorableStepError(rejected, path=url, repair=repair)
+    elif names and step is not None:
+        error = StepNotFoundError(f"step {step} is not in {url} or in this host's tiers", step=step, path=url)
+    for problem in problems:  # one of them may be the step that is missing
+        error.add_note(f"damaged: {problem}")
+    raise error
 
 
 def in_order_of_cost(tiers: Sequence[str]) -> list[str]:
@@ -126,6 +141,15 @@ def _search(candidate: Candidate, local: LocalSave, durable: Mapping[SaveId, Pla
 
     own = LocalTiers({}, events).holdings(local)
     return SourceSearch(candidate, own, None, open_durable, events, VerifySelection())
+
+
+def _on_other_hosts(local: LocalSave) -> str:
+    """For the reason of a rejection: that other hosts may have the rest of the save. Empty where all of it was here."""
+    count = max((manifest.writer.count for manifest in local.manifests), default=0)
+    here = len({manifest.writer.process for manifest in local.manifests})
+    if here >= count:
+        return ""
+    return f". This host has the shares of {here} of {count} processes; a job reads the others from its other hosts"
 
 
 def _plan(

@@ -44,6 +44,7 @@ from ckptkit.restore.tree import Target
 from ckptkit.util import clock
 from ckptkit.util.gc_pause import old_afterwards
 from ckptkit.util.pages import PAGE_BYTES
+from ckptkit.util.words import command_line
 
 _T = TypeVar("_T")
 _log = logging.getLogger("ckptkit")
@@ -161,7 +162,7 @@ class Restorer:
             what = f"step {step} was not found" if step is not None else "no step was found"
             raise StepNotFoundError(
                 f"{what} in {self._url} or in the fast tiers of any host; list what there is with "
-                f"`ckptkit steps {self._url}`",
+                f"`{command_line('steps', self._url)}`",
                 step=step,
                 path=self._url,
             )

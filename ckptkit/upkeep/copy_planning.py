@@ -18,6 +18,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import STEP_METADATA
 from ckptkit.store.roots import root_url
 from ckptkit.util.plain import plain_fields
+from ckptkit.util.words import command_line
 
 CopyAction = Literal["copy", "skip", "leave"]
 
@@ -237,7 +238,7 @@ def _order_notes(into: str, step: int, adopted: AdoptedAs) -> tuple[str, ...]:
         return (note,)
     return (
         f"no restart of {into} takes step {step} unasked; a run with a limit of steps deletes it first, as the oldest: "
-        f"`ckptkit pin {into} {step}` keeps it",
+        f"`{command_line('pin', into, step)}` keeps it",
     )
 
 

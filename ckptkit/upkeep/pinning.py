@@ -12,6 +12,7 @@ from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.roots import read_ancestry, read_root
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
+from ckptkit.util.words import command_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ def pin(
     found = [each for each in in_root.steps if each.step == step]
     if not any(each.state != "unfinished" for each in found):
         raise StepNotFoundError(
-            f"{url} has no committed durable step {step}; `ckptkit steps {url}` lists those that it has",
+            f"{url} has no committed durable step {step}; `{command_line('steps', url)}` lists those that it has",
             step=step,
             path=url,
         )

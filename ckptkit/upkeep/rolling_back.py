@@ -17,6 +17,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.store import open_store
 from ckptkit.upkeep.arenas import list_arenas
+from ckptkit.util.words import command_line
 from ckptkit.verification import verify
 from ckptkit.verification.records import VerifyProgress
 
@@ -119,7 +120,7 @@ def _chosen(entries: Sequence[StepEntry], step: int, root: str) -> StepEntry:
     states = ", ".join(each.state for each in of_number)
     why = f"it is {states}" if of_number else "there is none"
     if any(each.state == "abandoned" for each in of_number):
-        why += f"; `ckptkit copy {root}/{step} NEW_ROOT` takes it to a root where it is not"
+        why += f"; `{command_line('copy', f'{root}/{step}', 'NEW_ROOT')}` takes it to a root where it is not"
     raise StepNotFoundError(f"{root}: no restart would take step {step}: {why}", step=step, path=root)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.model.manifest import Writer
 from ckptkit.restore import outlook
 from ckptkit.slots.reader import read_manifest
 from ckptkit.store.mounts import FILE_SYSTEMS
@@ -80,10 +82,38 @@ def test_damaged_manifest_is_reported_and_next_source_planned(ckpt: Run, mine: O
     assert str(mine.manifest(5)) in said.err
 
 
+def test_share_of_one_of_two_hosts_is_not_called_damaged(ckpt: Run, mine: Ours) -> None:
+    """A person would repair, and put aside, a save whose other half the next host has."""
+    path = mine.manifest(5)
+    held = read_manifest(path)
+    first, *others = held.arrays["state"]
+    share = replace(
+        held,
+        writer=Writer(process=0, count=2, host=HOST),
+        arrays={"state": [replace(first, boxes=first.boxes[1:]), *others]},
+    )
+    path.write_bytes(share.to_bytes())
+    said = ckpt("plan-restore", mine.root, *tiers(mine), "--step", 5)
+    assert (said.code, "Nothing is damaged" in said.err, "--repair" in said.err) == (1, True, False)
+    assert "This host has the shares of 1 of 2 processes" in said.err
+    lost = mine.slots.parent / "1" / path.name
+    lost.parent.mkdir()
+    lost.write_text("{}")  # what it recorded is not known
+    said = ckpt("plan-restore", mine.root, *tiers(mine), "--step", 5)
+    assert (said.code, "Nothing is damaged" in said.err, "--repair" in said.err) == (1, False, True)
+    assert str(lost) in said.err
+
+
+def test_step_whose_manifest_is_damaged_is_not_only_called_missing(ckpt: Run, mine: Ours) -> None:
+    """A person would look for it everywhere but where it is."""
+    mine.manifest(5).write_text("{}")
+    said = ckpt("plan-restore", mine.root, *tiers(mine), "--step", 5)
+    assert said.code == 10
+    assert str(mine.manifest(5)) in said.err
+
+
 def test_different_leaves_are_a_mismatch(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """A restart with a changed model would be planned, and then refused."""
-    from dataclasses import replace
-
     held = read_manifest(ours.manifest(5))
     fewer = tmp_path / ours.manifest(5).name
     fewer.write_bytes(replace(held, arrays={"state": held.arrays["state"][1:]}).to_bytes())

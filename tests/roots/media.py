@@ -71,7 +71,7 @@ class Disk:
     def place(self, source: Path) -> str:
         """Copies a tree with its links and returns the path of the copy."""
         self._count += 1
-        target = self._home / f"place-{self._count}"
+        target = self._home / f"place {self._count}"  # a command that an error advises has to quote it
         LinkedCopies().tree(source, target)
         return str(target)
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import click
 import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit import errors
+from ckptkit.cli.command import commands
 from tests.roots.catalog import KINDS
 from tests.roots.commands import KEPT, Action
 from tests.roots.kinds import leaves, quiet
@@ -22,6 +26,9 @@ FailureKind = Literal["bytes lost", "false corrupt", "false good", "internal err
 CORRUPT: Final = 11  # the exit code of the command for damage
 # Commands that show or write leaves by their names need the files that name them, though a restart does not.
 _NEED_METADATA: Final = [("inspect",), ("convert",), ("extract",), ("merge",), ("diff",), ("reshard",), ("explain",)]
+
+_COMMAND: Final = re.compile(r"`(ckptkit [^`]+)`")  # as an error advises it
+_PLACEHOLDERS: Final = {"STEP", "NEW_ROOT"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +67,17 @@ class Outcome:
 def judge(tree: Tree, action: Action, outcome: Outcome) -> list[Failure]:
     """Everything that must not be. Cost: nothing much, and a restore by stock Orbax of each step that was changed."""
     tree = _with_added(tree, action, outcome)
-    rules = (_internal_errors, _changes, _lost, _false_corrupt, _false_good, _wrong_values, _wrong_copy, _saved)
+    rules = (
+        _internal_errors,
+        _changes,
+        _lost,
+        _false_corrupt,
+        _false_good,
+        _wrong_values,
+        _wrong_copy,
+        _saved,
+        _wrong_advice,
+    )
     return [failure for rule in rules for failure in rule(tree, action, outcome)]
 
 
@@ -296,6 +313,40 @@ def _saved(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
         yield Failure(kind="bytes lost", text="a save reported nothing and made no new step")
 
 
+def _wrong_advice(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
+    """An error says that nothing is damaged only where that is so, and sends nobody to repair what is whole."""
+    del action
+    said = outcome.answer.err
+    damaged = [fact.path for fact in tree.facts if fact.bad and fact.of_run]
+    if "Nothing is damaged" in said and damaged:
+        yield Failure(kind="false good", text=f"damaged: {', '.join(damaged)}; it says: {_end_of(said)}")
+    whole = not tree.records_damaged and all(fact.state == "good" for fact in tree.facts)
+    for line in _COMMAND.findall(said):
+        words = shlex.split(line)
+        if whole and words[1] == "scrub" and "--repair" in words:
+            yield Failure(kind="false corrupt", text=f"every step is whole; it says: {_end_of(said)}")
+        if outcome.place in line and (why := _why_not_a_command(words, outcome.place)):
+            yield Failure(kind="internal error", text=f"{line}: {why}")
+
+
+def _why_not_a_command(words: Sequence[str], place: str) -> str:
+    """Why a shell would not run a command on what it means; empty where it would."""
+    if not any(word.startswith(place) for word in words):
+        return "it is not quoted"
+    if _PLACEHOLDERS & set(words):
+        return ""
+    context = click.Context(commands)
+    try:
+        name, command, rest = commands.resolve_command(context, list(words[1:]))
+        while isinstance(command, click.Group):
+            name, command, rest = command.resolve_command(context, rest)
+        assert command is not None, words
+        command.make_context(name, rest, parent=context)
+    except click.UsageError as error:
+        return error.format_message()
+    return ""
+
+
 def _different(before: Listing, after: Listing) -> list[str]:
     return sorted(path for path, found in before.items() if after.get(path) != found)
 
@@ -320,3 +371,16 @@ def _of_records(path: str) -> bool:
 
 def _end_of(text: str) -> str:
     return text.strip()[-600:]
+
+
+_RULES: Final = (
+    _internal_errors,
+    _changes,
+    _lost,
+    _false_corrupt,
+    _false_good,
+    _wrong_values,
+    _wrong_copy,
+    _saved,
+    _wrong_advice,
+)

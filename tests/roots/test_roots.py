@@ -146,6 +146,21 @@ def test_wrong_judgements_and_internal_errors_are_found(tree: Tree, disk: Disk) 
     assert kinds(tree, VERIFY, replace(whole, answer=Answer(code=11, err="damaged"))) == []
 
 
+def test_wrong_advice_is_found(tree: Tree, disk: Disk) -> None:
+    """An error could send people to repair good checkpoints, or keep them from repairing a damaged one."""
+    whole = outcome(tree, disk)
+    repair = replace(whole, answer=Answer(code=1, err="Run on each host: `ckptkit scrub run --repair`."))
+    calm = replace(whole, answer=Answer(code=1, err="Nothing is damaged, and nothing was deleted."))
+    assert (kinds(tree, REPAIR, repair), kinds(tree, REPAIR, calm)) == (["false corrupt"], [])
+    tree.damage("run/3", "state/manifest.ocdbt", "truncation")
+    look = "inspect root"
+    assert (kinds(tree, look, repair), kinds(tree, look, calm)) == ([], ["false good"])
+    for command, wrong in (("scrub '{}/run' --repair", 0), ("scrub {}/run --repair", 1), ("scrub '{}/run' --mend", 1)):
+        said = f"`ckptkit {command.format('/a b')}`"
+        advised = replace(whole, place="/a b", answer=Answer(code=1, err=said))
+        assert kinds(tree, look, advised) == ["internal error"] * wrong, said
+
+
 def test_damage_of_a_shared_file_is_a_fact_of_each_step_that_has_it(tmp_path: Path, saved: SavedRuns) -> None:
     """Copies would have bytes of their own: what a command does to a shared file would be tested on none."""
     tree = Tree(tmp_path / "tree", saved)
