@@ -314,17 +314,17 @@ def _saved(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
 
 
 def _wrong_advice(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
-    """An error says that nothing is damaged only where that is so, and sends nobody to repair what is whole."""
+    """An error denies damage only where there is none, and sends nobody to repair what is whole."""
     del action
     said = outcome.answer.err
     damaged = [fact.path for fact in tree.facts if fact.bad and fact.of_run]
     if "Nothing is damaged" in said and damaged:
-        yield Failure(kind="false good", text=f"damaged: {', '.join(damaged)}; it says: {_end_of(said)}")
+        yield Failure(kind="false good", text=f"damaged: {', '.join(damaged)}: {_end_of(said)}")
     whole = not tree.records_damaged and all(fact.state == "good" for fact in tree.facts)
     for line in _COMMAND.findall(said):
         words = shlex.split(line)
         if whole and words[1] == "scrub" and "--repair" in words:
-            yield Failure(kind="false corrupt", text=f"every step is whole; it says: {_end_of(said)}")
+            yield Failure(kind="false corrupt", text=f"every step is whole: {_end_of(said)}")
         if outcome.place in line and (why := _why_not_a_command(words, outcome.place)):
             yield Failure(kind="internal error", text=f"{line}: {why}")
 

@@ -15,7 +15,7 @@ from ckptkit.util.words import command_line, repair_command
 
 PACKAGE = Path(ckptkit.__file__).parent
 NAMES = "|".join(commands.list_commands(click.Context(commands)))
-OPEN_COMMAND = re.compile(rf"(`|^)ckptkit ({NAMES}) [^`]*$")  # the text before a value that stands in a command
+OPEN_COMMAND = re.compile(rf"(`|^)ckptkit ({NAMES}) [^`]*$")  # the text before a value in a command
 PERCENT_COMMAND = re.compile(r"`ckptkit [a-z][^`]*%s")
 
 
