@@ -55,6 +55,16 @@ class UnsuitedSaveError(CorruptCheckpointError):
     """The save is not damaged, and cannot give what was asked for in this form, or to this number of processes."""
 
 
+def names_damage(reason: str) -> bool:
+    """Whether the reason of a rejection, which names errors, says that bytes are damaged or files are missing."""
+    return any(error.__name__ in reason for error in (CorruptCheckpointError, FileNotFoundError))
+
+
+def names_no_damage(reason: str) -> bool:
+    """Whether it says that the save is intact: another job restores it, and a repair changes nothing."""
+    return UnsuitedSaveError.__name__ in reason and not names_damage(reason)
+
+
 class UntrustedStepError(CorruptCheckpointError):
     """The step is not signed, is signed by another key, or is not what was signed. Its bytes may be intact."""
 

@@ -20,7 +20,8 @@ from ckptkit.errors import (
     PeerUnreachableError,
     StepNotFoundError,
     TreeMismatchError,
-    UnsuitedSaveError,
+    names_damage,
+    names_no_damage,
 )
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job, ScopedCoordinator
@@ -64,13 +65,12 @@ class Rejection:
     @property
     def is_damage(self) -> bool:
         """Whether the save itself is at fault: bytes are damaged, or files are missing."""
-        return any(error.__name__ in self.reason for error in (CorruptCheckpointError, FileNotFoundError))
+        return names_damage(self.reason)
 
     @property
     def is_unsuited(self) -> bool:
-        """Whether the save is intact, as far as it was committed: another job restores it, and a repair changes
-        nothing."""
-        return self.is_incomplete or (UnsuitedSaveError.__name__ in self.reason and not self.is_damage)
+        """Whether the save is intact, as far as it was committed: a repair changes nothing."""
+        return self.is_incomplete or names_no_damage(self.reason)
 
     def __str__(self) -> str:
         return f"step {self.save_id.step} in {self.where}: {self.reason}"

@@ -287,6 +287,16 @@ def test_process_with_slow_spans_is_named(span: str) -> None:
     assert found.what == f"process 3 takes 900 ms for `{span}`, the others 100 ms (p50 of 20)"
 
 
+def test_save_that_only_does_not_fit_is_not_sent_to_repair() -> None:
+    """A person would repair checkpoints, and put some aside, because a job has another number of processes."""
+    unsuited = event(Kind.REJECTED, 5, 8, "durable", reason="process 0: UnsuitedSaveError: saved by 4 processes")
+    damaged = event(Kind.REJECTED, 6, 8, "ram", reason="CorruptCheckpointError: a cell does not match")
+    (said,) = rules.rejected(logged(*RUN, unsuited))
+    assert "nothing is damaged" in said.advice
+    (said,) = rules.rejected(logged(*RUN, unsuited, damaged))
+    assert "--repair" in said.advice
+
+
 def test_process_that_was_slow_a_few_times_is_not_named() -> None:
     """A host would be replaced for one slow save."""
     times = [*parts({0: 0.1, 1: 0.1}, count=8), *parts({0: 0.1, 1: 3.0}, count=2)]
