@@ -56,12 +56,12 @@ class UnsuitedSaveError(CorruptCheckpointError):
 
 
 def names_damage(reason: str) -> bool:
-    """Whether the reason of a rejection, which names errors, says that bytes are damaged or files are missing."""
+    """Whether the reason of a rejection, which names errors, names one of damaged bytes or missing files."""
     return any(error.__name__ in reason for error in (CorruptCheckpointError, FileNotFoundError))
 
 
 def names_no_damage(reason: str) -> bool:
-    """Whether it says that the save is intact: another job restores it, and a repair changes nothing."""
+    """Whether the save is intact by such a reason: another job restores it, and a repair changes nothing."""
     return UnsuitedSaveError.__name__ in reason and not names_damage(reason)
 
 
