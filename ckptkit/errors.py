@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 _SHOWN_MAX = 40  # differences in one message
 
@@ -53,6 +54,18 @@ class ProgramChangedError(CheckpointError):
 
 class UnsuitedSaveError(CorruptCheckpointError):
     """The save is not damaged, and cannot give what was asked for in this form, or to this number of processes."""
+
+
+@contextmanager
+def with_damage(problems: Collection[str]) -> Iterator[None]:
+    """An error that leaves the block has a note for each damage that was found before it: `problems`, as they are
+    then."""
+    try:
+        yield
+    except Exception as error:
+        for problem in problems:
+            error.add_note(f"damaged: {problem}")
+        raise
 
 
 def names_damage(reason: str) -> bool:

@@ -12,10 +12,10 @@ from typing import Any
 import click
 import orbax.checkpoint as ocp
 
-from ckptkit.cli.exits import Exit
+from ckptkit.cli.exits import Exit, exit_with
 from ckptkit.cli.options import DRY_RUN, JSON, STEP_PREFIX, TIMEOUT, seconds
 from ckptkit.cli.text import count_text, print_json, print_line, printable
-from ckptkit.errors import StepNotFoundError
+from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.guard import Certificate, Difference, NewSave, ReplayPlan, replay, replay_new
 from ckptkit.inspection import list_steps
 from ckptkit.manager import CheckpointManager
@@ -85,7 +85,10 @@ def certify(
     listing = list_steps(root, host_id="", step_prefix=step_prefix, timeout_s=timeout_s)
     saves = [entry.step for entry in listing.steps if entry.state == "committed"]
     if len(saves) < 2:
-        raise StepNotFoundError(f"{listing.root} has {count_text(len(saves), 'committed step')}; a replay needs two")
+        why = f"{listing.root} has {count_text(len(saves), 'committed step')}; a replay needs two"
+        if listing.problems:
+            raise CorruptCheckpointError(f"{why}: {'; '.join(listing.problems)}", path=listing.root)
+        raise StepNotFoundError(why)
     for name, step in (("first", first), ("last", last)):
         if step is not None and step not in saves:
             raise StepNotFoundError(
@@ -102,7 +105,8 @@ def certify(
         )
     else:
         _show(listing.root, found, recorded=not dry_run)
-    return _ended(found.difference)
+    damaged = exit_with(listing.problems)
+    return _ended(found.difference) or damaged
 
 
 def _watch(

@@ -151,7 +151,7 @@ def chaos(
         job = None if attach is None else AttachedJob(Path(attach))
         planned = tuple(plan.faults(processes if job is None else job.processes))
         if dry_run:
-            _show_plan(planned)
+            _show_plan(planned, as_json)
             return Exit.OK
         logs = _log_directory(events, report_dir, is_attached=job is not None)
         notes = None if logs is None else EventLog(logs / "launcher.jsonl", process=-1)
@@ -206,7 +206,10 @@ def chaos(
     else:
         report.show()
     sys.stdout.flush()
-    return Exit.DIFFERENT if verdict == "different" else Exit(int(run.code or 0))
+    if verdict == "different":
+        return Exit.DIFFERENT
+    not_compared = verdict not in (None, "equal")
+    return Exit(int(run.code or not_compared))
 
 
 def _hazard(given: tuple[str, float]) -> Hazard:
@@ -258,7 +261,10 @@ def _verdict(run: ChaosRun, workers: Workers, home: Path, as_json: bool) -> str:
     return "equal" if told[0] == told[1] else "different"
 
 
-def _show_plan(faults: Sequence[Fault]) -> None:
+def _show_plan(faults: Sequence[Fault], as_json: bool) -> None:
+    if as_json:
+        print_json({"format": _FORMAT, "faults": [asdict(fault) for fault in faults]})
+        return
     for fault in faults:
         also = [*(f"empty {path}" for path in fault.wipes), *(f"flip a bit below {path}" for path in fault.flips)]
         line = f"fault {fault.number}: {time_text(fault.after_s)} after a step, {fault.text}"

@@ -9,6 +9,7 @@ import click
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, KEEP, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.text import count_text, print_json, print_line, print_notes, print_part, size_text
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.upkeep import Usage
 from ckptkit.upkeep import usage as usage_of
 
@@ -39,12 +40,17 @@ def du(
     nothing.
     """
     found = usage_of(root, tiers=tiers, host_id=fast_tiers(tiers, host_id), deep=deep, timeout_s=timeout_s)
-    plan = _pruning(root, keep, timeout_s) if keep else None
+    plan, problems = None, list(found.problems)
+    if keep:
+        try:
+            plan = _pruning(root, keep, timeout_s)
+        except CorruptCheckpointError as error:  # the table is still shown
+            problems.append(f"what a pruning would free is not known: {error}")
     if as_json:
         print_json({**found.to_json(), "prune": None if plan is None else plan.to_json()})
     else:
         show_usage(found, plan)
-    return exit_with(found.problems)
+    return exit_with(problems)
 
 
 def _pruning(root: str, keep: tuple[Keep, ...], timeout_s: float) -> PrunePlan:

@@ -23,7 +23,7 @@ from ckptkit.cli.text import (
     size_text,
 )
 from ckptkit.diagnosis.layouts import Layout, report_layouts
-from ckptkit.errors import StepNotFoundError
+from ckptkit.errors import StepNotFoundError, with_damage
 from ckptkit.formats import inspect as inspect_path
 from ckptkit.guard.record import FORMAT, describe
 from ckptkit.inspection import Inspection, Item, LeafInfo, totals
@@ -70,13 +70,15 @@ def inspect(
     if mesh is not None and not sharding:
         raise click.UsageError("--mesh belongs to --sharding")
     with collection_paused():  # a collection looks at every leaf, and frees none
-        found = matching(inspect_path(path, timeout_s=timeout_s), pattern, sort)
-        if sharding:
-            show_sharding(found, mesh, as_json=as_json)
-        elif not stats and as_json:
-            print_json(found.to_json(depth=depth or 1))
-        elif not stats:
-            show_inspection(found, depth)
+        found = inspect_path(path, timeout_s=timeout_s)
+        with with_damage(found.problems):  # a leaf may be missing for that
+            found = matching(found, pattern, sort)
+            if sharding:
+                show_sharding(found, mesh, as_json=as_json)
+            elif not stats and as_json:
+                print_json(found.to_json(depth=depth or 1))
+            elif not stats:
+                show_inspection(found, depth)
     if stats:
         found = _with_statistics(found, depth, as_json, memory_bytes, timeout_s)
     return exit_with(found.problems)

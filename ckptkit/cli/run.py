@@ -271,7 +271,7 @@ def hosts_of(
 ) -> Hosts | None:
     """None where the job is of this host alone. Raises click's usage errors for what is missing or wrong."""
     in_slurm = "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ
-    if nnodes is None and in_slurm and int(environ.get("SLURM_STEP_NUM_NODES", "1")) > 1:
+    if nnodes is None and in_slurm and environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
         nnodes = environ["SLURM_STEP_NUM_NODES"]
     if nnodes is None:
         if rendezvous is not None or rank is not None:

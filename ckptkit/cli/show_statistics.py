@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +24,11 @@ def statistics(
     """Those of the leaves of an inspection, by item and name, and what of them is damaged; PRNG keys have none."""
     wanted = [(item.name, leaf.name) for item in found.items for leaf in item.leaves]
     known, problems, done = dict[tuple[str, str], Statistics](), list[str](), 0
-    with open_checkpoint(found.path, timeout_s=timeout_s) as opened:
+    with ExitStack() as files:
+        try:
+            opened = files.enter_context(open_checkpoint(found.path, timeout_s=timeout_s))
+        except CorruptCheckpointError as error:  # what its metadata shows is still printed
+            return known, [str(error)]
         tensors = {(tensor.item, tensor.name): tensor for tensor in opened.tensors if tensor.leaf.key_impl is None}
         chosen = [key for key in wanted if key in tensors]
         total = sum(tensors[key].nbytes for key in chosen)

@@ -180,9 +180,9 @@ def _pinned(found: Pinning, dry_run: bool, as_json: bool, words: str) -> int:
         print_json({**found.to_json(), "done": not dry_run})
     else:
         pinned = ", ".join(map(str, found.pinned)) or "none"
-        would = "would be " if dry_run else ""
-        print_line(f"{found.root}: step {found.step} is {would}{words}; pinned are: {pinned}")
-    return Exit.OK
+        is_or_would = "would be" if dry_run else "is"
+        print_line(f"{found.root}: step {found.step} {is_or_would} {words}; pinned are: {pinned}")
+    return exit_with(found.problems)
 
 
 def show_prune(plan: PrunePlan) -> None:

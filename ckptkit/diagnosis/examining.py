@@ -11,9 +11,9 @@ from typing import Any
 
 from ckptkit.diagnosis.records import Advice, Facts, Misplaced
 from ckptkit.diagnosis.rules import RULES
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, with_damage
 from ckptkit.events import Event, Kind
-from ckptkit.goodput import goodput_report, load_run
+from ckptkit.goodput import GoodputReport, goodput_report, load_run
 from ckptkit.inspection import list_steps
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model.tiers import DURABLE
@@ -65,14 +65,10 @@ def diagnose(
     """
     listing = list_steps(root, tiers=tiers, host_id=host_id, timeout_s=timeout_s)
     used = usage(root, tiers=tiers, host_id=host_id, timeout_s=timeout_s)
-    report, told = None, list[Event]()
+    report, told, notes = None, list[Event](), list(listing.notes)
     if events is not None:
-        try:
-            logs = load_run(events)
-            told = sorted(chain.from_iterable(logs), key=lambda event: event.at_s)
-            report = goodput_report(logs)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptCheckpointError(f"{events}: {error}", path=events) from error
+        with with_damage(listing.problems):
+            told, report = _account(events, notes)
     wrong = misplaced(listing.root, tiers, told, measure=measure)
     facts = Facts(usage=used, steps=listing.steps, report=report, events=told, misplaced=wrong)
     advice = chain.from_iterable(rule(facts) for rule in RULES)
@@ -82,9 +78,23 @@ def diagnose(
         rules=len(RULES),
         advice=tuple(advice),
         facts=facts,
-        notes=listing.notes,
+        notes=tuple(notes),
         problems=listing.problems,
     )
+
+
+def _account(events: str, notes: list[str]) -> tuple[list[Event], GoodputReport | None]:
+    """The events of a run in their order, and its goodput; a note where there is nothing to account for."""
+    try:
+        logs = load_run(events)
+        told = sorted(chain.from_iterable(logs), key=lambda event: event.at_s)
+        try:
+            return told, goodput_report(logs)
+        except ValueError as error:
+            notes.append(f"no goodput: {events}: {error}")
+            return told, None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{events}: {error}", path=events) from error
 
 
 def misplaced(root: str, tiers: Sequence[str], events: Sequence[Event], *, measure: bool) -> list[Misplaced]:

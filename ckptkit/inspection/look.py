@@ -80,6 +80,8 @@ def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
     ancestry, problems = read_ancestry(place)
     found_in_root = read_root(place, ancestry)
     steps = found_in_root.steps
+    if not steps and problems:
+        raise CorruptCheckpointError(f"{place.url} has no step, and {'; '.join(problems)}", path=place.url)
     if not steps:
         return None
     newest = newest_committed(steps)
@@ -97,7 +99,12 @@ def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
     committed = sum(step.state == "committed" for step in steps)
     which = "the only committed step" if committed == 1 else f"the newest of {committed:,} committed steps"
     note = f"{which} in {place.url}"
-    return replace(found, notes=(note, *found_in_root.notes, *found.notes), problems=(*problems, *found.problems))
+    return replace(
+        found,
+        notes=(note, *found_in_root.notes, *found.notes),
+        problems=(*problems, *found.problems),
+        passed_over=tuple(step.problem for step in steps if step.problem is not None and step.step > newest.step),
+    )
 
 
 def _bare_step(place: Place, timeout_s: float) -> Inspection:

@@ -16,7 +16,7 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.slots.arena import Arena
-from ckptkit.slots.reader import manifest_name_of, read_manifest, slot_directories
+from ckptkit.slots.reader import manifest_name_of, read_manifest, readable_slot_directories
 
 RANGE_BYTES_MAX = 8 << 20  # of one answer, which is in memory: a stalled client does not block a slot
 _KNOWN_MAX = 16
@@ -110,7 +110,7 @@ class ShareIndex:
         if known is not None and _identity(known.path) == known.identity:
             return known
         for host_dir in self._host_dirs.values():
-            for directory in slot_directories(host_dir):
+            for directory in readable_slot_directories(host_dir):
                 found = _share_at(directory, save_id, process)
                 if found is not None:
                     with self._lock:

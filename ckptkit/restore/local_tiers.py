@@ -19,7 +19,7 @@ from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.inventory import Held, box_set_hash, part_of
 from ckptkit.restore.plan import Source
 from ckptkit.restore.read import BoxReader
-from ckptkit.slots.reader import ManifestCache, SlotReader, read_manifests, slot_directories, within
+from ckptkit.slots.reader import ManifestCache, SlotReader, read_manifests, readable_slot_directories, within
 from ckptkit.util.words import repair_command
 
 
@@ -93,7 +93,7 @@ class LocalTiers:
         self.refused, self.damaged = None, 0
         self._reported.clear()
         for tier, host_dir in self._host_dirs.items():
-            pairs, damaged = read_manifests(slot_directories(host_dir), self._manifests)
+            pairs, damaged = read_manifests(readable_slot_directories(host_dir), self._manifests)
             self.damaged += len(damaged)
             for error in damaged:
                 self._events.emit(Kind.REJECTED, step=error.step, tier=tier, reason=str(error))

@@ -15,6 +15,7 @@ from ckptkit.errors import (
     NoRestorableStepError,
     StepNotFoundError,
     TreeMismatchError,
+    with_damage,
 )
 from ckptkit.events import EventLog
 from ckptkit.inspection.places import Place, is_slot_directory, nothing_at
@@ -87,12 +88,19 @@ def outlook(
     found_in_root = read_root(place, ancestry)
     durable = {each.identity: each.place for each in found_in_root.steps if each.state == "committed"}
     notes = found_in_root.notes
+    unreadable: list[CorruptCheckpointError] = []  # saves of which it is not known what they hold
+    unreadable += [
+        CorruptCheckpointError(each.problem, step=each.step, path=each.place.url)
+        for each in found_in_root.steps
+        if each.problem is not None
+    ]
     fast: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
     for tier in in_order_of_cost(tiers):
         found, damaged = tier_shares(tier, url, host_id, notes)
-        problems += map(str, damaged)
+        unreadable += damaged
         for share in found:
             fast.setdefault(share.manifest.save_id, {}).setdefault(tier, []).append((share.directory, share.manifest))
+    problems += map(str, unreadable)
     wanted = None if like is None else _wanted_like(like, timeout_s)
     events = EventLog()
     events.observe(lambda event: problems.append(str(event.fields["reason"])))
@@ -119,15 +127,18 @@ def outlook(
             problems=tuple(problems),
         )
     error: CheckpointError = nothing_at(url, "no step can be restored, here or in a given tier")
+    asked = [each for each in unreadable if step in (None, each.step)]
     if rejected:
         intact = elsewhere == len(rejected) and not problems
         repair = None if intact else repair_command(url, tiers, [host_id] if tiers else [])
         error = NoRestorableStepError(rejected, path=url, repair=repair)
+    elif asked:
+        which = "no step" if step is None else f"step {step}"
+        error = CorruptCheckpointError(f"{url}: {which} can be restored: it is damaged", step=step, path=url)
     elif names and step is not None:
         error = StepNotFoundError(f"step {step} is not in {url} or in this host's tiers", step=step, path=url)
-    for problem in problems:  # one of them may be the step that is missing
-        error.add_note(f"damaged: {problem}")
-    raise error
+    with with_damage(problems):  # one of them may be the step that is missing
+        raise error
 
 
 def in_order_of_cost(tiers: Sequence[str]) -> list[str]:

@@ -33,9 +33,19 @@ def manifest_name_of(save_id: SaveId) -> str:
 
 
 def slot_directories(host_dir: Path) -> list[Path]:
-    """The slot directories of this host's processes; no other host's directory is opened."""
-    with suppress(OSError):  # not there, or not ours to read: this host holds nothing then
+    """The slot directories of this host's processes; no other host's directory is opened.
+
+    Raises OSError where they may not be read: they are not absent.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
         return sorted(Path(entry.path) for entry in os.scandir(host_dir) if entry.is_dir(follow_symlinks=False))
+    return []
+
+
+def readable_slot_directories(host_dir: Path) -> list[Path]:
+    """The same for a job: none where they may not be read, and the host holds nothing then."""
+    with suppress(OSError):
+        return slot_directories(host_dir)
     return []
 
 

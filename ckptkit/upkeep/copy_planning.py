@@ -162,6 +162,9 @@ def _whole_root(here: _Root, there: _Root) -> CopyPlan:
         _is_in_use(there) and (theirs.epoch or ours.epoch) and here.shares_saves_with(there) < 0
     ):
         raise CheckpointError(f"{into} has a history of its own (epoch {theirs.epoch}); name an empty root", path=into)
+    problems = tuple(str(each.problem) for each in here.found.steps if each.state == "damaged")
+    if not chosen and problems:
+        raise CorruptCheckpointError(f"{here.place.url} has no whole step: {'; '.join(problems)}", path=here.place.url)
     if not chosen:
         raise StepNotFoundError(f"{here.place.url} has no committed step that could be copied", path=here.place.url)
     known = {each.place.name: each for each in there.found.steps}
@@ -172,7 +175,7 @@ def _whole_root(here: _Root, there: _Root) -> CopyPlan:
         steps=tuple(_planned(each, known.get(each.place.name), f"{into}/{each.place.name}") for each in chosen),
         ancestry=ours if ours.epoch else None,
         notes=(*notes, *(f"not copied: {note}" for note in here.found.notes)),
-        problems=tuple(str(each.problem) for each in here.found.steps if each.state == "damaged"),
+        problems=problems,
     )
 
 

@@ -18,12 +18,13 @@ from ckptkit.util.words import command_line
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinning:
     """The outcome for a pin. `changed`: it was (or would be) added or removed; `pinned`: every pinned step
-    afterwards."""
+    afterwards; `problems`: damage of the step, which is pinned all the same, and of the root's records."""
 
     root: str
     step: int
     changed: bool
     pinned: tuple[int, ...]
+    problems: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -47,7 +48,8 @@ def pin(
     """
     url = root_url(root)
     place = Place.open(url, timeout_s=timeout_s)
-    in_root = read_root(place, read_ancestry(place)[0], step_prefix=step_prefix)
+    ancestry, problems = read_ancestry(place)
+    in_root = read_root(place, ancestry, step_prefix=step_prefix)
     found = [each for each in in_root.steps if each.step == step]
     if not any(each.state != "unfinished" for each in found):
         raise StepNotFoundError(
@@ -59,7 +61,9 @@ def pin(
     before = pinned_steps(store)
     if not dry_run:
         put_pin(store, step, reason)
-    return Pinning(root=url, step=step, changed=step not in before, pinned=tuple(sorted({*before, step})))
+    problems += [each.problem for each in found if each.problem is not None]
+    pinned = tuple(sorted({*before, step}))
+    return Pinning(root=url, step=step, changed=step not in before, pinned=pinned, problems=tuple(problems))
 
 
 def unpin(root: str, step: int, *, dry_run: bool = False, timeout_s: float = 20.0) -> Pinning:

@@ -94,7 +94,11 @@ def plan_rollback(
         abandoned=newer,
         before=before,
         after=before.begin(epoch, step, stock),
-        notes=(*listing.notes, *_notes(listing.root, entry, newer, pinned_steps(place.store), tiers, host_id)),
+        notes=(
+            *listing.notes,
+            *(f"damaged: {each}" for each in listing.problems),
+            *_notes(listing.root, entry, newer, pinned_steps(place.store), tiers, host_id),
+        ),
     )
 
 
@@ -117,6 +121,9 @@ def _chosen(entries: Sequence[StepEntry], step: int, root: str) -> StepEntry:
     for each in of_number:
         if each.state == "committed":
             return each
+    for each in of_number:
+        if each.problem is not None:
+            raise CorruptCheckpointError(f"{root} is not rolled back: {each.problem}", step=step, path=root)
     states = ", ".join(each.state for each in of_number)
     why = f"it is {states}" if of_number else "there is none"
     if any(each.state == "abandoned" for each in of_number):

@@ -14,7 +14,7 @@ from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions
 from ckptkit.durable.lifecycle.permissions import Standing, reason_to_leave
 from ckptkit.durable.lifecycle.pins import pinned_steps
-from ckptkit.errors import CorruptCheckpointError, StoreError
+from ckptkit.errors import CorruptCheckpointError, StoreError, with_damage
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
 from ckptkit.inspection.shares import read_shares
@@ -128,26 +128,25 @@ class _Scrubber:
         for directory in directories:
             self._look_into(directory)
         in_root = read_root(self._place, ancestry, step_prefix=step_prefix)
+        unread: list[Exception] = []
         self._notes += in_root.notes
         for each in in_root.steps:
             before = identity_of(each.place.again())
-            proofs = prove_step(each.place, each.step, self._limits, [], timeout_s=self._timeout_s)
+            try:
+                proofs = prove_step(each.place, each.step, self._limits, [], timeout_s=self._timeout_s)
+            except (StoreError, OSError) as error:  # unreachable is not corrupt, and the others are still read
+                unread.append(error)
+                continue
             self._steps += [(each, proof, before) for proof in proofs]
         bad_shares = [proof for proof in self._shares if proof.findings]
         bad_steps = [each for each in self._steps if each[1].state == "corrupt"]
         findings = [finding for proof in bad_shares for finding in proof.findings]
         findings += [finding for _, proof, _ in bad_steps for finding in proof.findings]
         findings += [finding for _, finding in self._manifests]
-        try:
-            if self._repair and self._place.store.properties.atomic_rename:
-                clean_repairs(Path(self._place.url))
-            elif self._repair:
-                clean_object_repairs(self._place.url)
-            treatments = [self._treat_manifest(path) for path, _ in self._manifests]
-            treatments += [self._treat_share(proof) for proof in bad_shares]
-            treatments += [self._treat_step(*each) for each in bad_steps]
-        except OSError as error:
-            raise StoreError(f"{error.filename or self._place.url}: {error.strerror or error}") from error
+        with with_damage([*problems, *(f"{each.path}: {each.problem}" for each in findings)]):
+            for error in unread:
+                raise error
+            treatments = self._treated(bad_shares, bad_steps)
         return Scrub(
             root=self._place.url,
             repair=self._repair,
@@ -157,6 +156,32 @@ class _Scrubber:
             notes=tuple(self._notes),
             problems=tuple(problems),
         )
+
+    def _treated(
+        self, bad_shares: Sequence[ShareProof], bad_steps: Sequence[tuple[DurableStep, StepProof, object]]
+    ) -> list[Treatment]:
+        """An error that ends the work has a note for each treatment that was done before it."""
+        treatments: list[Treatment] = []
+        try:
+            if self._repair and self._place.store.properties.atomic_rename:
+                clean_repairs(Path(self._place.url))
+            elif self._repair:
+                clean_object_repairs(self._place.url)
+            for path, _ in self._manifests:
+                treatments.append(self._treat_manifest(path))
+            for proof in bad_shares:
+                treatments.append(self._treat_share(proof))
+            for each in bad_steps:
+                treatments.append(self._treat_step(*each))
+        except (OSError, StoreError) as error:
+            stopped = error
+            if not isinstance(error, StoreError):
+                stopped = StoreError(f"{error.filename or self._place.url}: {error.strerror or error}")
+            for each in treatments:
+                if each.done:
+                    stopped.add_note(f"done before that: {each.act} of step {each.step}, {each.path}")
+            raise stopped from error
+        return treatments
 
     def _ancestry(self) -> tuple[Ancestry, list[str]]:
         """The epoch record, mended from its copy first where that is asked for and can be."""

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckptkit.errors import StepNotFoundError
+from ckptkit.errors import StepNotFoundError, StoreError, with_damage
 from ckptkit.inspection.places import Place, item_kind, local_kind, no_directory, nothing_at
 from ckptkit.inspection.roots import read_ancestry, read_root
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
@@ -79,14 +79,21 @@ def _of_durable(
     found_in_root = read_root(place, ancestry, step_prefix=step_prefix)
     steps = found_in_root.steps
     notes += found_in_root.notes
-    proofs = [
-        proof
-        for each in steps
-        if step in (None, each.step)
-        for proof in prove_step(each.place, each.step, limits, notes, timeout_s=timeout_s)
-    ]
+    proofs: list[StepProof] = []
+    unread: list[Exception] = []
+    for each in steps:
+        if step in (None, each.step):
+            try:
+                proofs += prove_step(each.place, each.step, limits, notes, timeout_s=timeout_s)
+            except (StoreError, OSError) as error:  # unreachable is not corrupt, and the others are still read
+                unread.append(error)
+    with with_damage([*problems, *(f"{each.path}: {each.problem}" for proof in proofs for each in proof.findings)]):
+        for error in unread:
+            raise error
     if not steps and not problems and _is_bare_step(place):
         return _of_step(place, step, limits, timeout_s)
+    if not problems and not steps and notes:
+        raise nothing_at(place.url, "; ".join(["it has no step that is verified", *notes]))
     if not problems:
         _require(proofs, notes, place.url, step, "neither a step, a root with steps, nor a fast tier with slots")
     return Verification(path=place.url, steps=tuple(proofs), notes=tuple(notes), problems=tuple(problems))
