@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.options import DRY_RUN, JSON, Parsed, seconds
+from ckptkit.cli.outputs import OutputFile
 from ckptkit.cli.text import print_json, print_line
 from ckptkit.events import EventLog
 from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
@@ -101,7 +102,9 @@ EVENTS = click.option(
 )
 @EVENTS
 @click.option("--log-dir", metavar="RUN_DIR", help="Write each worker's output to a file here too.")
-@click.option("--status", "status_path", metavar="FILE", help="Keep a JSON file with what the job does.")
+@click.option(
+    "--status", "status_path", type=OutputFile(), metavar="FILE", help="Keep a JSON file with what the job does."
+)
 @DRY_RUN
 @JSON
 def run(
@@ -124,7 +127,7 @@ def run(
     rejoin_s: float,
     events: str | None,
     log_dir: str | None,
-    status_path: str | None,
+    status_path: Path | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -155,7 +158,7 @@ def run(
 
     def note(status: dict[str, Any]) -> None:
         last.update(status)
-        write_status(None if status_path is None else Path(status_path), status)
+        write_status(status_path, status)
 
     with closing(output):
         code = Launcher(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ckptkit.conversion.journal import Journal, Noted, foreign
+from ckptkit.durable.cells.kvstore import require_usable
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.safetensors import INDEX
 from ckptkit.model import paths
@@ -24,6 +25,7 @@ from ckptkit.store.backends import BACKENDS, backend_of, properties_of
 from ckptkit.store.local import LocalStore, remove_empty, require_free, sync_above, sync_directory, sync_tree
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore
+from ckptkit.store.roots import root_url
 
 _LOCK = ".ckptkit-lock"
 _BATCH_BYTES = 32 << 20  # of small files that are noted together
@@ -32,8 +34,9 @@ _BATCH_BYTES = 32 << 20  # of small files that are noted together
 def target_url(target: str) -> str:
     """The target's one name. Raises `CheckpointError` if the target exists, or cannot be made."""
     if not properties_of(target).file_system:
-        return target.rstrip("/")  # a listing finds out whether it is free when the work begins
+        return root_url(target)  # a listing finds out whether it is free when the work begins
     target = os.path.abspath(target.removeprefix("file://"))
+    target = os.path.join(os.path.realpath(os.path.dirname(target)), os.path.basename(target))
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already; name another target, or move it away", path=target)
     if not os.path.isdir(os.path.dirname(target)):
@@ -46,6 +49,7 @@ def require_orbax_target(url: str) -> None:
     if backend_of(url).driver is None:
         buckets = [f"{name}://" for name, each in BACKENDS.items() if each.driver and not each.properties.file_system]
         raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, {' and '.join(buckets)}", path=url)
+    require_usable(url)
 
 
 class SourceChangedError(CheckpointError):

@@ -14,6 +14,7 @@ from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store
+from ckptkit.store.roots import root_url
 
 _LEASE_S = 60.0
 
@@ -82,7 +83,7 @@ def _is_in_order(steps: Iterable[DurableStep], save_id: SaveId) -> bool:
 
 def _step_of(source: str, timeout_s: float) -> tuple[str, int] | None:
     """The root and the number of the step that a source is, or is an item of; None where no root of ours has it."""
-    url = source.rstrip("/")
+    url = root_url(source)
     for _ in range(2):
         url, _, name = url.rpartition("/")
         step = paths.step_of_name(name)

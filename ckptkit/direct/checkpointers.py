@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.direct.handlers import proving
 from ckptkit.direct.loading import not_a_tree
+from ckptkit.durable.cells.kvstore import require_usable
 from ckptkit.job.coordination import refuse_unjoined
 from ckptkit.model import paths
 from ckptkit.store.backends import properties_of
@@ -41,6 +42,7 @@ class _Direct:
         """As Orbax's, with a commit that a power failure on a disk does not undo. On a mount that does not rename a
         directory in one step, a mark that is written last commits, as in a bucket. A choice of the caller stays."""
         stock: Any = super()
+        require_usable(root_url(directory))
         properties = properties_of(root_url(directory))
         chosen = self._temporary_path_class is not None or self._atomicity_options is not None
         if properties.file_system and not properties.atomic_rename and not chosen:

@@ -263,7 +263,7 @@ class DurableSteps:
             path = self.stock.path(step)
         except ValueError:  # a name format of the caller's, and no step of any of its names
             path = self.directory / self._options.step_name_format.build_name(step)  # pyright: ignore[reportOptionalMemberAccess]
-        return str(path).replace("gs:/", "gs://") if "gs://" not in str(path) else str(path)
+        return f"{self.url}/{path.name}"
 
     def _clean_left(self, save_id: SaveId) -> None:
         """Once in each epoch, on process 0. Leftovers that cannot be removed do not fail a save: they are reported, and

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptkit.durable.cells.kvstore import require_usable
 from ckptkit.durable.orbax.manager import Setup
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.events import Kind
@@ -84,6 +85,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
     Raises the errors of `CheckpointManager`. Cost: five exchanges, and a look at every tier.
     """
     options, coordinator, events = settings.options, job.coordinator, job.events
+    require_usable(url)
     # Opened first: its errors name what is wrong with the root, and nothing else is open yet.
     epochs = epoch_records(url, events)
     ledger = Ledger(first_look(epochs, url, options, coordinator))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -148,6 +148,7 @@ class Saver:
             return False
         if step < 0:
             raise ValueError(f"step {step} cannot be saved: steps are 0 or more")
+        _check_names(request.args)
         reached = self._reached_preemption(step)
         due = self._due(step, force=force, reached=reached)
         if request.last is not None:
@@ -299,6 +300,13 @@ class Saver:
             self._ledger.fail(save_id)
             self._decider.forget(save_id.step)
             raise
+
+
+def _check_names(items: Iterable[str]) -> None:
+    """An item is one directory of a step: with another name it would be committed, and never found again."""
+    for name in items:
+        if name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise ValueError(f"item {name!r} cannot be saved: give it a name without slash and backslash")
 
 
 def _all_placed(trees: Mapping[str, Any]) -> bool:

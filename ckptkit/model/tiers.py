@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -241,7 +242,7 @@ class Tier:
     ) -> Tier:
         """A ramdisk tier: any directory on a memory-backed mount. Never synced; lost with the host's memory."""
         save = EverySteps(1) if save is None else save
-        return cls(name=RAM, medium=RAM, path=str(path), save=save, slots=slots, keep=keep, job=job)
+        return cls(name=RAM, medium=RAM, path=_fixed(path), save=save, slots=slots, keep=keep, job=job)
 
     @classmethod
     def ssd(
@@ -255,7 +256,7 @@ class Tier:
     ) -> Tier:
         """A local disk tier: synced before a step counts as committed, so it survives a power failure."""
         save = EverySteps(10) if save is None else save
-        return cls(name=SSD, medium=SSD, path=str(path), save=save, slots=slots, keep=keep, job=job)
+        return cls(name=SSD, medium=SSD, path=_fixed(path), save=save, slots=slots, keep=keep, job=job)
 
     def kept_max(self, share_bytes: int) -> int:
         """How many steps are kept at most, for states whose largest share takes `share_bytes` of a slot."""
@@ -302,6 +303,12 @@ class Tier:
         """
         save = EverySteps(1) if save is None else save
         return cls(name=PEER, medium=PEER, path="", save=save, slots=slots, copies=copies, rack=rack)
+
+
+def _fixed(path: str | os.PathLike[str]) -> str:
+    """The same directory also after the job changes its own. A URL or an empty name is refused later, as it is."""
+    path = os.fspath(path)
+    return os.path.abspath(path) if path and "://" not in path else path
 
 
 def kept_beside(tier: Tier, tiers: Sequence[Tier]) -> int:

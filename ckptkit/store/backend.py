@@ -13,7 +13,8 @@ Needed = Literal["get", "list", "create", "delete"]
 Ask = Callable[..., Any]  # the name of a method of fsspec's file system, and its arguments
 
 BUCKET = Properties(file_system=False, round_trips=True, atomic_rename=False, generations=False, known_to_orbax=False)
-PLAIN_PATH = re.compile(r"[\w./=+,~ -]+")  # of any other gcsfs takes a part for a generation, `rm` for a pattern
+# Of any other, gcsfs takes a part for a generation or leaves out the blank that it begins with, `rm` takes a pattern.
+PLAIN_PATH = re.compile(r"/?[\w.-]+/(?! )[\w./=+,~ -]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

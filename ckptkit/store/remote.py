@@ -163,7 +163,7 @@ class RemoteStore:
             with self._asking("", "delete"):
                 self._backend.delete_many(self._fs, self._ask, paths)
             return
-        plain = [key for key in keys if PLAIN_PATH.fullmatch(key)]
+        plain = [key for key in keys if PLAIN_PATH.fullmatch(self._path(key))]
         paths = [self._path(key) for key in plain]
         for key in sorted(set(keys).difference(plain)):
             self.delete(key)
@@ -240,7 +240,10 @@ def _connected(url: str, timeout_s: float) -> tuple[Any, str]:
         if made[0] is not None:
             raise made[0]
         _reachable.add(scheme)
-    return fsspec.core.url_to_fs(url)
+    if "::" in scheme:
+        return fsspec.core.url_to_fs(url)
+    fs = fsspec.filesystem(scheme)  # not by the URL: `::`, `#2` and `?generation=2` in it would be no part of a name
+    return fs, fs._strip_protocol(url)
 
 
 def _stat(info: Mapping[str, Any]) -> Stat:

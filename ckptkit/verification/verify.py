@@ -128,7 +128,8 @@ def _step_number(place: Place) -> tuple[int, bool]:
     the directory above it or in its sidecar. For an item outside of a step it is unknown: 0, or the number that a
     conversion wrote."""
     above = place.url.rstrip("/").rpartition("/")[0].rpartition("/")[2]
-    for name in (place.name, above):
+    names = (place.name, above) if item_kind(place) is None else (above, place.name)  # an item may be called model_1
+    for name in names:
         if (step := paths.step_of_name(name)) is not None:
             return step, True
     if processes := sidecar_processes(place):
