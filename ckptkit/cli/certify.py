@@ -115,26 +115,40 @@ def _watch(
     """Shows each save as it is replayed, and at the end the share of the run's steps that were."""
     saves: list[NewSave] = []
     new = replay_new(root, plan, steps_max=steps_max, record=recorded, poll_s=_POLL_S, idle_timeout_s=idle_timeout_s)
-    for save in new:
-        saves.append(save)
-        if not as_json:
-            print_line(_watched(save, recorded=recorded))
-            sys.stdout.flush()  # the next one may be hours away
+    try:
+        for save in new:
+            saves.append(save)
+            if not as_json:
+                print_line(_watched(save, recorded=recorded))
+                sys.stdout.flush()  # the next one may be hours away
+    except KeyboardInterrupt:
+        _show_watched(root, saves, recorded=recorded, as_json=as_json)
+        raise
+    difference = _show_watched(root, saves, recorded=recorded, as_json=as_json)
+    damaged = exit_with([f"save {save.step}: {save.reason}" for save in saves if save.damaged])
+    return _ended(difference) or damaged
+
+
+def _show_watched(root: str, saves: Sequence[NewSave], *, recorded: bool, as_json: bool) -> Difference | None:
     certified = [save.certificate for save in saves if save.certificate is not None]
     replayed = sum(each.steps_replayed for each in certified)
-    run = saves[-1].step - saves[0].step if saves else 0
+    kept = [save.step for save in saves if not save.damaged and not save.deleted]
+    run = kept[-1] - kept[0] if kept else 0
     difference = certified[-1].difference if certified else None
     if as_json:
-        begun = saves[0].step if saves else None
+        begun = kept[0] if kept else None
         agreed = [each.steps[-1] for each in certified if each.is_certified]
         found = _as_json(root, begun, replayed, agreed, recorded, difference)
         print_json({**found, "not_replayed": {each.step: each.reason for each in saves if each.certificate is None}})
     elif run > 0:
         print_line(f"{root}: {replayed} of {count_text(run, 'step')} replayed ({replayed / run:.0%})")
-    return _ended(difference)
+    sys.stdout.flush()
+    return difference
 
 
 def _watched(save: NewSave, *, recorded: bool) -> str:
+    if save.damaged or save.deleted:
+        return f"save {save.step}: left out ({save.reason})"
     if save.certificate is None:
         return f"save {save.step}: the replay begins here ({save.reason})"
     steps = count_text(save.certificate.steps_replayed, "step")

@@ -155,7 +155,10 @@ def run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
     try:
         with quiet_libraries():
             code = commands.main(
-                None if arguments is None else list(arguments), prog_name="ckptkit", standalone_mode=False
+                None if arguments is None else list(arguments),
+                prog_name="ckptkit",
+                standalone_mode=False,
+                obj=interrupts,
             )
         return int(code or Exit.OK)
     except BrokenPipeError:  # `ckptkit ... | head`: what reads us has enough

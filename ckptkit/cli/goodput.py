@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptkit.cli.exits import Exit
+from ckptkit.cli.interrupts import Interrupts
 from ckptkit.cli.outputs import OutputFile, needed
 from ckptkit.cli.prices import PRICE, job_price, price_of_hosts, processes_of
 from ckptkit.cli.text import count_text, print_json, print_line, print_part
@@ -180,8 +181,9 @@ def _follow(run_dir: Path) -> None:
                 except (FileNotFoundError, ValueError) as error:
                     live.update(Text(f"waiting: {error}"))
                 time.sleep(max(_REFRESH_MIN_S, _REFRESH_SHARE * (monotonic_s() - started_s)))
-        except KeyboardInterrupt:
-            return  # the last account stays on the screen
+        except KeyboardInterrupt:  # the last account stays on the screen
+            if (interrupts := click.get_current_context().find_object(Interrupts)) is not None:
+                interrupts.handled()
 
 
 def _rows(report: GoodputReport, costs: _Costs | None = None) -> dict[tuple[str, ...], list[tuple[str, ...]]]:

@@ -58,12 +58,17 @@ class Interrupts(AbstractContextManager["Interrupts"]):
             _thread.start_new_thread(self._watch, ())
         raise KeyboardInterrupt
 
+    def handled(self) -> None:
+        """The interrupt has ended what the user meant, and the command goes on: it is not sent again."""
+        with self._ending:
+            self.seen = False
+
     def _watch(self) -> None:
         """Sends the signal again as long as the main thread neither ends nor handles an interrupt."""
-        while not self._ends:
+        while self.seen and not self._ends:
             time.sleep(_AGAIN_S)
             with self._ending:
-                if not self._ends and not _handles_interrupt(self._main):
+                if self.seen and not self._ends and not _handles_interrupt(self._main):
                     signal.pthread_kill(self._main, signal.SIGINT)
 
     def _lost(self, unraisable: Any) -> None:

@@ -204,11 +204,14 @@ def compared(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSave:
     """A save that has landed. `certificate` is the result of the replay to it; where it is None, `reason` is why the
-    save was not replayed, and the next replay begins at it."""
+    save was not replayed, and the next replay begins at it. Not at one that is `damaged` or was `deleted`: it is left
+    out."""
 
     step: int
     certificate: Certificate | None = None
     reason: str = ""
+    damaged: bool = False
+    deleted: bool = False
 
 
 @dataclass(slots=True)
@@ -258,7 +261,8 @@ def replay_new(
         try:
             restored = found.restore(plan.args)
         except (CorruptCheckpointError, StepNotFoundError) as error:
-            yield NewSave(step=found.step, reason=str(error))
+            is_deleted = isinstance(error, StepNotFoundError)
+            yield NewSave(step=found.step, reason=str(error), damaged=not is_deleted, deleted=is_deleted)
             continue
         reason = _why_not(run, found, steps_max)
         if run is None or reason:

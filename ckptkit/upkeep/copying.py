@@ -57,15 +57,16 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     An interrupted copy leaves no step; `resume` continues where it stopped, without it the step is begun anew. Cost:
     every byte is read from the source once and from the target once; 128 MiB are held, and what the proof holds.
 
-    Raises `CorruptCheckpointError` where the source is damaged (nothing of that step is left at the target),
-    `StoreFullError` before anything is written, `StoreError`.
+    Raises `CorruptCheckpointError` where the source is damaged: nothing of that step is left at the target, and the
+    other steps are copied first. Raises `StoreFullError` before anything is written, `StoreError`.
     """
     _check_room(plan)
     target = open_store(plan.target, deadline_s=timeout_s)
     if properties_of(plan.target).file_system:
         make_durable(plan.target)
     done, notes, total, before = [], list(plan.notes), plan.copied_bytes, 0
-    with _leased(plan, timeout_s, notes) as kept:
+    damaged: list[CorruptCheckpointError] = []
+    with _told(done, plan.problems, damaged), _leased(plan, timeout_s, notes) as kept:
         shield_records(target)
         if plan.adoption is not None:
             EpochRecords(target).advance(plan.adoption.before, plan.adoption.after)
@@ -73,25 +74,35 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
             _copy_records(plan.ancestry, EpochRecords(open_store(plan.source)), EpochRecords(target))
         for each in plan.steps:
             if each.act == "copy":
-                with _told(done):
-                    copying = _Copying(each, plan.adoption, timeout_s, _shifted(progress, before, total))
+                copying = _Copying(each, plan.adoption, timeout_s, _shifted(progress, before, total))
+                try:
                     why = copying.run(resume=resume) if each.step in kept else "its job is deleting it"
+                except CorruptCheckpointError as error:
+                    damaged.append(error)
+                    continue
                 if why is not None and each.source == plan.source:
                     raise StepNotFoundError(f"{each.source}: {why}; nothing was copied", path=each.source)
                 each = each if why is None else replace(each, act="leave", reason=why)
                 before += each.stored_bytes
             done.append(each)
+        for error in damaged:
+            raise error
     return replace(plan, done=True, steps=tuple(done), notes=tuple(notes))
 
 
 @contextmanager
-def _told(done: Sequence[CopyStep]) -> Iterator[None]:
-    """An error that ends the work has a note with the steps copied before it."""
+def _told(
+    done: Sequence[CopyStep], problems: Sequence[str], damaged: Sequence[CorruptCheckpointError]
+) -> Iterator[None]:
+    """An error that ends the work has notes with the other steps that are damaged, and with the steps that were
+    copied."""
     try:
         yield
     except (CheckpointError, OSError) as error:
+        for problem in (*problems, *(each for each in damaged if each is not error)):
+            error.add_note(f"damaged: {problem}")
         if copied := [str(each.step) for each in done if each.act == "copy"]:
-            error.add_note(f"copied and proven before that: step{'s' * (len(copied) > 1)} {', '.join(copied)}")
+            error.add_note(f"copied and proven: step{'s' * (len(copied) > 1)} {', '.join(copied)}")
         raise
 
 

@@ -132,6 +132,25 @@ def test_watch_reports_what_it_covered(ckpt: Run, root: Path, monkeypatch: pytes
     ]
 
 
+def test_watch_leaves_damaged_saves_out_and_reports_them(
+    ckpt: Run, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged save would be called a beginning, and the exit code would say that all is well."""
+    first, damaged = NewSave(step=3, reason="the first save"), NewSave(step=6, reason="cell 7 differs", damaged=True)
+    monkeypatch.setattr("ckptkit.cli.certify.replay_new", lambda *_, **__: iter([damaged, first, damaged]))
+    said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--watch", "2")
+    assert (said.code, said.out.splitlines()[0]) == (11, "save 6: left out (cell 7 differs)")
+    assert "damaged: save 6: cell 7 differs" in said.err
+
+    def interrupted(*_: object, **__: object) -> Iterator[NewSave]:
+        yield first
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptkit.cli.certify.replay_new", interrupted)
+    said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--watch", "2", "--json")
+    assert (said.code, json.loads(said.out)["replayed_from"]) == (130, 3)
+
+
 def test_watch_ends_without_new_saves(ckpt: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that waits for the end of a job would wait without end, or read another form of JSON."""
     monkeypatch.setattr("ckptkit.cli.certify._POLL_S", 0.01)

@@ -130,7 +130,7 @@ def test_unreadable_tier_is_not_an_empty_one(ckpt: Run, mine: Ours, monkeypatch:
 def test_damage_is_told_when_a_later_step_cannot_be_read(
     ckpt: Run, root: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """What hours of reading have found would be lost, because of one file that may not be read."""
+    """Hours of reading would be lost, because of one file that may not be read."""
     module: Any = sys.modules[f"ckptkit.verification.{command}"]  # the function has its name
     prove = module.prove_step
 

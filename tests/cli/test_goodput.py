@@ -6,6 +6,8 @@ import html
 import json
 import math
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -162,6 +164,29 @@ def test_missing_output_directory_is_refused_before_the_work(
     said = capsys.readouterr()
     assert (said.out, f"{tmp_path / 'none'} is not a directory; make it first" in said.err) == ("", True)
     assert not (tmp_path / "root").exists()
+
+
+def test_interrupt_ends_the_following_and_not_what_comes_after_it(run_dir: Path, tmp_path: Path):
+    """The page of a long run would not be written, because the one Ctrl-C was sent again and again."""
+    page = tmp_path / "page.html"
+    script = f"""
+import signal, sys, threading, time
+from ckptkit.cli import goodput, main
+make = goodput.goodput_page
+goodput.goodput_page = lambda *given, **named: (time.sleep(1.0), make(*given, **named))[1]
+report = goodput.goodput_report
+def once(logs):
+    threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+    goodput.goodput_report = report
+    return report(logs)
+goodput.goodput_report = once
+sys.exit(main(["goodput", {str(run_dir)!r}, "--follow", "--html", {str(page)!r}]))
+"""
+    for path in run_dir.glob("launcher.jsonl"):
+        lines = [line for line in path.read_text().splitlines() if '"finished"' not in line]
+        path.write_text("".join(f"{line}\n" for line in lines))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, page.exists()) == (0, True), done.stderr
 
 
 def test_failed_output_is_reported_under_the_given_name(

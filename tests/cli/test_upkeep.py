@@ -131,13 +131,16 @@ def test_clean_without_a_match_lists_existing_arenas(ckpt: Run, ours: Ours, tmp_
     assert json.loads(ckpt(*clean, "--job", job, "--host-id", HOST, "--json").out)["notes"] == []
 
 
-def test_copy_reports_steps_copied_before_a_damaged_one(ckpt: Run, tmp_path: Path) -> None:
-    """The content of the target would be unknown after a damaged step in the middle."""
-    make_root(tmp_path / "run", (1, 2, 3))
-    flip(tmp_path / "run", 3)
+def test_copy_goes_on_behind_damaged_steps_and_reports_what_was_copied(ckpt: Run, tmp_path: Path) -> None:
+    """A backup would end at the first damaged step, and nobody would know what it has."""
+    make_root(tmp_path / "run", (1, 2, 3, 4, 5))
+    for step in (2, 4):
+        flip(tmp_path / "run", step)
+    (tmp_path / "run/5/default/_ckptkit/process-0.json").write_text("{}")
     said = ckpt("copy", tmp_path / "run", tmp_path / "into")
     assert said.code == 11
-    assert said.err.endswith("ckptkit: copied and proven before that: steps 1, 2\n")
+    assert "ckptkit: copied and proven: steps 1, 3\n" in said.err
+    assert all(f"{tmp_path / 'run'}/{step}" in said.err for step in (2, 4, 5))
 
 
 def test_prune_text_states_freed_bytes_and_steps(ckpt: Run, mine: Ours) -> None:
