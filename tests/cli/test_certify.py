@@ -135,7 +135,7 @@ def test_watch_reports_what_it_covered(ckpt: Run, root: Path, monkeypatch: pytes
 def test_watch_leaves_damaged_saves_out_and_reports_them(
     ckpt: Run, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged save would be called a beginning, and the exit code would say that all is well."""
+    """A damaged save would be called a beginning, with exit code 0."""
     first, damaged = NewSave(step=3, reason="the first save"), NewSave(step=6, reason="cell 7 differs", damaged=True)
     monkeypatch.setattr("ckptkit.cli.certify.replay_new", lambda *_, **__: iter([damaged, first, damaged]))
     said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--watch", "2")

@@ -77,6 +77,7 @@ def judge(tree: Tree, action: Action, outcome: Outcome) -> list[Failure]:
         _wrong_copy,
         _saved,
         _wrong_advice,
+        _untold,
     )
     return [failure for rule in rules for failure in rule(tree, action, outcome)]
 
@@ -327,6 +328,23 @@ def _wrong_advice(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Fail
             yield Failure(kind="false corrupt", text=f"every step is whole: {_end_of(said)}")
         if outcome.place in line and (why := _why_not_a_command(words, outcome.place)):
             yield Failure(kind="internal error", text=f"{line}: {why}")
+
+
+# What looks into every step of a root: a step without intact checksums is seen, whatever else is asked.
+_LOOK_INTO_STEPS: Final = ("inspect", "steps", "plan-restore", "verify", "scrub", "du", "doctor", "prune", "rollback")
+
+
+def _untold(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
+    """A command that looks into the steps of a root names each one of ckptkit's whose checksums are damaged, or ends
+    by the damage of one."""
+    looks = action.arguments[:1] and action.arguments[0] in (*_LOOK_INTO_STEPS, "convert", "copy")
+    if action.call is not None or not looks or action.arguments[1] != "{root}" or tree.records_damaged:
+        return
+    said = f"{outcome.answer.out}{outcome.answer.err}"
+    unproven = [fact.path for fact in tree.facts if fact.state == "unproven" and fact.ours and fact.of_run]
+    untold = [path for path in unproven if path not in said]
+    if untold and not ("ckptkit: corrupt: " in said and len(untold) < len(unproven)):
+        yield Failure(kind="false good", text=f"nothing is told of {', '.join(untold)}: {_end_of(said)}")
 
 
 def _why_not_a_command(words: Sequence[str], place: str) -> str:

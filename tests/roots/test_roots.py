@@ -161,6 +161,18 @@ def test_wrong_advice_is_found(tree: Tree, disk: Disk) -> None:
         assert kinds(tree, look, advised) == ["internal error"] * wrong, said
 
 
+def test_damage_that_is_not_told_is_found(tree: Tree, disk: Disk, tmp_path: Path, saved: SavedRuns) -> None:
+    """A command could end with other words, and keep to itself that the newest step cannot be proven."""
+    del tree
+    own = Tree(tmp_path / "own", saved)
+    own.run("ckptkit composite")
+    own.damage("run/3", "state/_ckptkit/process-0.json", "truncation", "unproven")
+    whole = outcome(own, disk)
+    look = "plan-restore root"
+    assert kinds(own, look, replace(whole, answer=Answer(code=0, out="step 2"))) == ["false good"]
+    assert kinds(own, look, replace(whole, answer=Answer(code=11, err="damaged: /x/run/3: truncated"))) == []
+
+
 def test_damage_of_a_shared_file_is_a_fact_of_each_step_that_has_it(tmp_path: Path, saved: SavedRuns) -> None:
     """Copies would have bytes of their own: what a command does to a shared file would be tested on none."""
     tree = Tree(tmp_path / "tree", saved)
