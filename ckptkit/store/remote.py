@@ -16,7 +16,7 @@ import fsspec
 
 from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.store.backend import PLAIN_PATH, Needed
-from ckptkit.store.backends import backend_of
+from ckptkit.store.backends import BACKENDS, backend_of
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
 from ckptkit.store.refused import is_refusal, refused
 from ckptkit.store.retry import within_deadline
@@ -240,7 +240,7 @@ def _connected(url: str, timeout_s: float) -> tuple[Any, str]:
         if made[0] is not None:
             raise made[0]
         _reachable.add(scheme)
-    if "::" in scheme:
+    if scheme not in BACKENDS:  # a host, a port or a chain may be in the URL
         return fsspec.core.url_to_fs(url)
     fs = fsspec.filesystem(scheme)  # not by the URL: `::`, `#2` and `?generation=2` in it would be no part of a name
     return fs, fs._strip_protocol(url)

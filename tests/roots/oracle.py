@@ -330,7 +330,7 @@ def _wrong_advice(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Fail
             yield Failure(kind="internal error", text=f"{line}: {why}")
 
 
-# What looks into every step of a root: a step without intact checksums is seen, whatever else is asked.
+# Commands that look into every step of a root: a step without intact checksums is seen, whatever else is asked.
 _LOOK_INTO_STEPS: Final = ("inspect", "steps", "plan-restore", "verify", "scrub", "du", "doctor", "prune", "rollback")
 
 
