@@ -89,6 +89,8 @@ def show_usage(found: Usage, plan: PrunePlan | None) -> None:
     print_part([(title, title in _ARENA_NUMBERS) for title in ("tier", "arena", "held", *_ARENA_NUMBERS)], rows)
     rows = [[each.kind, size_text(each.stored_bytes), each.path, each.remedy] for each in found.dead]
     print_part([("dead weight", False), ("bytes", True), ("where", False), ("how it goes", False)], rows)
+    rows = [[path, size_text(size)] for path, size in found.others.items()]
+    print_part([("not of this run", False), ("bytes", True)], rows)
     if plan is not None:
         print_line()
         gone = ", ".join(str(each.step) for each in plan.doomed)

@@ -306,7 +306,7 @@ def dead_weight(facts: Facts) -> list[Advice]:
         kinds[each.kind] += each.stored_bytes
     shown = ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.most_common())
     what = f"{size_text(dead)} of {size_text(usage.stored_bytes)} are dead weight: {shown}"
-    advice = f"`{command_line('du', usage.root)}` shows how to remove each; `ckptkit prune`"
+    advice = f"`{command_line('du', usage.root)}` shows how to remove each"
     return _said("dead_weight", "wasteful", what, advice, stored_bytes=dead)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -16,13 +16,14 @@ from ckptkit.durable.lifecycle.pins import pin_reason, pinned_steps
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.places import Place, item_kind, local_kind, no_directory
 from ckptkit.inspection.records import FORMAT, StepState
-from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
+from ckptkit.inspection.roots import DurableStep, RootSteps, read_ancestry, read_root
 from ckptkit.inspection.steps import no_slots, no_tier
 from ckptkit.model import paths
 from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, TREE_METADATA
 from ckptkit.store.quarantine import QUARANTINE_DIR
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
+from ckptkit.util.words import command_line
 
 UsageKind = Literal["arrays", "digests", "small", "metadata"]
 DeadKind = Literal["leftover", "abandoned", "quarantine", "stray", "unreferenced"]
@@ -32,7 +33,7 @@ _METADATA = frozenset(
 )
 _INSPECTED = "delete it when no person needs it for inspection"
 _STRAY = "neither a step nor a record: inspect it"
-_UNFINISHED = "a save in flight, or interrupted: the next save of its number replaces it; or delete it without a job"
+_UNFINISHED = "a save in flight, or interrupted: the next save of its number replaces it; delete it when no job saves"
 _LEAVING = paths.LEAVING_DIR.rpartition("/")[2]
 _ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what Orbax's manager keeps next to steps
 
@@ -66,8 +67,9 @@ class DeadWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """A root, and what the given tiers of this host hold of it. `record_bytes`: of records (epochs, leases, pins);
-    `repeated_bytes`: what the sum over steps counts more than once."""
+    """A root, and what the given tiers of this host hold of it. `others`: bytes of directories that are not of the run,
+    by path, and may be checkpoints; `record_bytes`: of records (epochs, leases, pins); `repeated_bytes`: what the sum
+    over steps counts more than once."""
 
     root: str
     steps: tuple[StepUsage, ...]
@@ -77,6 +79,7 @@ class Usage:
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     repeated_bytes: int = 0
+    others: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def stored_bytes(self) -> int:
@@ -85,7 +88,7 @@ class Usage:
         own = f"{self.root}/{paths.SIDECAR_DIR}/"
         aside = [each.stored_bytes for each in self.dead if each.kind == "quarantine" and each.path.startswith(own)]
         own_bytes = sum(each.stored_bytes for each in self.steps) - self.repeated_bytes
-        return own_bytes + sum(inside) + sum(aside) + self.record_bytes
+        return own_bytes + sum(inside) + sum(aside) + self.record_bytes + sum(self.others.values())
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -97,6 +100,7 @@ class Usage:
             "steps": [_renamed(asdict(each)) for each in self.steps],
             "tiers": [each.to_json() for each in self.arenas],
             "dead": [_renamed(asdict(each)) for each in self.dead],
+            "others": [{"path": path, "bytes": size} for path, size in self.others.items()],
             "notes": self.notes,
             "problems": self.problems,
         }
@@ -120,8 +124,13 @@ def usage(
     steps = [each for each in found if each.state != "unfinished"]
     pinned = pinned_steps(place.store)
     used = PruneGuard(place.store).leased([each.step for each in found]) - pinned
-    dead = _root_dead(place, found)
-    dead += [_dead("abandoned", each.place, _abandoned(each, pinned)) for each in steps if each.state == "abandoned"]
+    others = _others(place, in_root)
+    dead = _root_dead(place, found, {name for names in in_root.left_out.values() for name in names})
+    dead += [
+        _dead("abandoned", each.place, _abandoned(place.url, each, pinned))
+        for each in steps
+        if each.state == "abandoned"
+    ]
     arenas = list_arenas(tiers, root=place.url, host_id=host_id)
     dead += [
         DeadWeight(
@@ -149,6 +158,7 @@ def usage(
         notes=(*in_root.notes, *_notes(tiers, arenas, host_id)),
         problems=tuple(problems),
         repeated_bytes=_repeated_bytes(list(shared.values())),
+        others=others,
     )
 
 
@@ -204,14 +214,22 @@ def _kind(item: Place, key: str, *, inside: bool) -> UsageKind:
     return "arrays" if item_kind(item) == "arrays" else "small"
 
 
-def _abandoned(each: DurableStep, pinned: set[int]) -> str:
+def _abandoned(root: str, each: DurableStep, pinned: set[int]) -> str:
+    prune = command_line("prune", root, "--keep", "every=1")  # every step of the branch stays
     if each.step in pinned:
-        return "it is pinned: `ckptkit unpin`, then `ckptkit prune`"
-    return "the job's next pruning, or `ckptkit prune`"
+        return f"it is pinned: `{command_line('unpin', root, each.step)}`, then `{prune}`"
+    return f"the job's next pruning, or `{prune}`"
 
 
-def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
-    """The entries of the root that are not steps: leftovers, quarantine, and unknown files."""
+def _others(place: Place, in_root: RootSteps) -> dict[str, int]:
+    """The directories with the name of a step that are not of the run, by path: other runs, trees, links, data."""
+    links = in_root.left_out.get("link", ())
+    names = sorted(name for found in in_root.left_out.values() for name in found)
+    return {f"{place.url}/{name}": 0 if name in links else place.below(name).stored_bytes() for name in names}
+
+
+def _root_dead(place: Place, found: Sequence[DurableStep], others: Collection[str]) -> list[DeadWeight]:
+    """The entries of the root that are neither steps nor `others`: leftovers, quarantine, and unknown files."""
     known = {each.place.name: each for each in found}
     dead: list[DeadWeight] = []
     for name in place.directories():
@@ -223,9 +241,9 @@ def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
             leaving = below.below(_LEAVING)
             if leaving.names():
                 dead.append(_dead("leftover", leaving, "steps that are being deleted, or were: the job's next start"))
-        elif name in known and known[name].state != "unfinished":
+        elif name in others or (name in known and known[name].state != "unfinished"):
             continue
-        elif paths.step_of_name(name) is not None:
+        elif name in known:
             dead.append(_dead("leftover", below, _UNFINISHED))
         elif name not in _ROOT_FILES:
             dead.append(_dead("stray", below, _STRAY))

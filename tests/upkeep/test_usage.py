@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,25 @@ def test_every_byte_is_counted_once(tmp_path: Path) -> None:
     }
     (arena,) = found.arenas
     assert (len(arena.saves), arena.live) == (3, False)
+
+
+def test_checkpoints_that_are_not_of_the_run_are_not_dead_weight(tmp_path: Path) -> None:
+    """A person would delete the best checkpoint of a run, because `du` called it the leftover of a save."""
+    root = tmp_path / "run"
+    make_root(root, (100, 200))
+    make_root(tmp_path / "other", (100,))
+    shutil.copytree(tmp_path / "other/100", root / "best_100")
+    shutil.copytree(tmp_path / "other/100/default", root / "params_7")
+    shutil.copytree(tmp_path / "other", root / "eval_1")
+    (root / "data_2024").mkdir()
+    (root / "data_2024/a.csv").write_bytes(bytes(90))
+    (root / "latest_200").symlink_to(root / "200")
+    (root / "300.orbax-checkpoint-tmp").mkdir()
+    found = usage(str(root), host_id=HOST)
+    assert found.stored_bytes == sum(bytes_below(each) for each in root.iterdir() if not each.is_symlink())
+    names = ("best_100", "data_2024", "eval_1", "params_7")
+    assert found.others == {**{f"{root}/{name}": bytes_below(root / name) for name in names}, f"{root}/latest_200": 0}
+    assert [(each.kind, Path(each.path).name) for each in found.dead] == [("leftover", "300.orbax-checkpoint-tmp")]
 
 
 def test_unreferenced_files_are_reported(tmp_path: Path) -> None:
