@@ -32,13 +32,14 @@ class NoRestorableStepError(CheckpointError):
     """Every candidate was rejected; `.candidates` lists each as `(tier, step, reason)`."""
 
     def __init__(self, candidates: Sequence[tuple[str, int, str]], *, path: str, repair: str | None):
-        """`repair` is the command that repairs what another copy still has; None where nothing is damaged."""
+        """`repair` names the command that repairs what another copy still has, and where to run it; None where nothing
+        is damaged."""
         self.candidates = tuple(candidates)
         lines = "\n".join(f"  step {step} in {tier}: {reason}" for tier, step, reason in candidates)
         then = (
             "Nothing is damaged, and nothing was deleted."
             if repair is None
-            else f"Nothing was deleted. Run on each host: `{repair}`. It repairs each save of which another copy is "
+            else f"Nothing was deleted. Run {repair}. It repairs each save of which another copy is "
             "intact, and puts the others aside."
         )
         super().__init__(f"no restorable step under {path}; every candidate was rejected:\n{lines}\n{then}", path=path)
@@ -75,7 +76,8 @@ def names_damage(reason: str) -> bool:
 
 def names_no_damage(reason: str) -> bool:
     """Whether the save is intact by such a reason: another job restores it, and a repair changes nothing."""
-    return UnsuitedSaveError.__name__ in reason and not names_damage(reason)
+    named = any(error.__name__ in reason for error in (UnsuitedSaveError, UntrustedStepError))
+    return named and not names_damage(reason)
 
 
 class UntrustedStepError(CorruptCheckpointError):

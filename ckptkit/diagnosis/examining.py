@@ -70,7 +70,7 @@ def diagnose(
         with with_damage(listing.problems):
             told, report = _account(events, notes)
     wrong = misplaced(listing.root, tiers, told, measure=measure)
-    facts = Facts(usage=used, steps=listing.steps, report=report, events=told, misplaced=wrong)
+    facts = Facts(usage=used, steps=listing.steps, report=report, events=told, misplaced=wrong, host_id=host_id)
     advice = chain.from_iterable(rule(facts) for rule in RULES)
     return Diagnosis(
         root=listing.root,

@@ -45,7 +45,7 @@ class Misplaced:
 class Facts:
     """A run as it is known: its account and events (none where no logs were given), its steps, its bytes, its mounts.
 
-    `events` are of all processes, attempts and the launcher, in the order of time.
+    `events` are of all processes, attempts and the launcher, in the order of time. `host_id` is this host's.
     """
 
     usage: Usage
@@ -53,6 +53,7 @@ class Facts:
     report: GoodputReport | None = None
     events: Sequence[Event] = field(default_factory=list)
     misplaced: Sequence[Misplaced] = ()
+    host_id: str = ""
 
     def of(self, kind: Kind, tier: str | None = None) -> list[Event]:
         """The events of a kind, and of a tier where one is given."""

@@ -18,7 +18,7 @@ from ckptkit.events import Event, Kind
 from ckptkit.inspection.words import count_text, size_text
 from ckptkit.model.tiers import DURABLE
 from ckptkit.util import clock
-from ckptkit.util.words import command_line, repair_command
+from ckptkit.util.words import command_line, on_each_host, own_host_id, repair_command
 
 DiagnosisRule = Callable[[Facts], list[Advice]]
 
@@ -270,7 +270,7 @@ def rejected(facts: Facts) -> list[Advice]:
     what = f"{times} a restore or an inspection skipped something; last: {where}: {why}"
     if all(names_no_damage(str(event.fields.get("reason"))) for event in events):
         return _said("rejected", "at risk", what, "nothing is damaged: give the restore what the reason names")
-    return _said("rejected", "at risk", what, f"on each host: `{_repair_command(facts)}`")
+    return _said("rejected", "at risk", what, on_each_host(_repair_command(facts)))
 
 
 def _repair_command(facts: Facts) -> str:
@@ -278,7 +278,7 @@ def _repair_command(facts: Facts) -> str:
     opened = facts.of(Kind.OPENED)
     listed = {each.tier for each in facts.usage.arenas}
     tiers = sorted(opened[-1].fields.get("places", {}).values()) if opened else sorted(listed)
-    return repair_command(facts.usage.root, tiers)
+    return repair_command(facts.usage.root, tiers, [facts.host_id] if tiers and facts.host_id else ())
 
 
 def mounts(facts: Facts) -> list[Advice]:
@@ -333,9 +333,14 @@ def idle_arenas(facts: Facts) -> list[Advice]:
     size = sum(each.stored_bytes for each in idle)
     where = count_text(len(idle), "directory", "directories")
     what = f"no process of the job runs here, and its slots hold {size_text(size)} in {where}"
-    command = command_line("tiers", "clean", *sorted({each.tier for each in idle}), "--root", facts.usage.root)
-    advice = f"where it is not started again: `{command}`"
-    return _said("idle_arenas", "wasteful", what, advice)
+    words = ["tiers", "clean", *sorted({each.tier for each in idle}), "--root", facts.usage.root]
+    command = command_line(*words, *own_host_id(facts.host_id))
+    here = [each.step for each in facts.steps if each.state in ("committed", "partial")]
+    durable = [each.step for each in facts.usage.steps if each.state == "committed"]
+    if here and max(here) > max(durable, default=-1):
+        what += f", which alone hold the newest step, {max(here)}"
+        return _said("idle_arenas", "at risk", what, f"start the job again; `{command}` would lose that step")
+    return _said("idle_arenas", "wasteful", what, f"where it is not started again: `{command}`")
 
 
 def _at(event: Event) -> float:

@@ -175,7 +175,9 @@ class DurableReader:
         if self._step is not None and steps - {self._step}:
             raise self._untrusted(f"was signed as step {', '.join(map(str, sorted(steps)))}")
         if not found:
-            raise self._untrusted(f"has no SHA-256 of its cells; sign it with `{command_line('sign', url)}`")
+            raise self._untrusted(
+                f"has no SHA-256 of its cells; sign it with `{command_line('sign', url, '--key', 'FILE')}`"
+            )
         self.without_sidecars = () if alone or self._item is not None else tuple(sorted(files.items - found.keys()))
         if to_read and self._ranges is not None:
             all_of(self._url, [partial(self._ranges.open, item) for item in found])

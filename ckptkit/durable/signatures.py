@@ -103,7 +103,7 @@ def claimed(where: str, signature: bytes) -> dict[str, str]:
         why = f"{where} has a signature that cannot be read ({type(error).__name__}): it is truncated, or not one"
         raise UntrustedStepError(why, path=where) from error
     if others:
-        sign = command_line("sign", where)
+        sign = command_line("sign", where, "--key", "FILE")
         why = f"{where} is signed over digests by {', '.join(sorted(others))}; sign it with `{sign}`"
         raise UntrustedStepError(why, path=where)
     return digests

@@ -21,6 +21,7 @@ from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.manifest import BoxRecord, LeafRecord
 from ckptkit.slots.reader import SlotReader, slot_directories
 from ckptkit.util.pages import empty_block
+from ckptkit.util.words import command_line
 
 _READ_TIMEOUT_S = 600.0  # of one block
 _CACHE_BYTES = 32 << 20  # of OCDBT's nodes; chunks are read once
@@ -42,9 +43,11 @@ def open_orbax(found: Inspection, *, timeout_s: float) -> Checkpoint:
         return _open_slot(found)
     if found.origin.writer == "ckptkit" and not found.origin.proven:
         why = "; ".join(found.problems)
+        root = found.path.rpartition("/")[0]
+        repair = f"repair it with `{command_line('scrub', root, '--tier', 'TIER', '--repair')}` and every fast tier of "
         raise CorruptCheckpointError(
-            f"{why}. Its bytes cannot be proven and are not read: repair it with `ckptkit scrub --repair`, or choose "
-            "another step",
+            f"{why}. Its bytes cannot be proven and are not read: "
+            + (f"{repair}the run, or choose another step" if found.kind == "step" else "choose another copy of it"),
             path=found.path,
         )
     place = Place.open(found.path, timeout_s=timeout_s)

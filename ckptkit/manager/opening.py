@@ -41,7 +41,7 @@ from ckptkit.snapshot.copying import window_bytes
 from ckptkit.snapshot.describe import is_accelerator
 from ckptkit.store import open_store
 from ckptkit.util.pages import PAGE_BYTES
-from ckptkit.util.words import command_line
+from ckptkit.util.words import command_line, on_each_host, own_host_id
 
 _log = logging.getLogger("ckptkit")
 UNKNOWN_BYTES = 1 << 60  # of a state before the first save: slots that follow from bytes begin with the fewest
@@ -112,10 +112,11 @@ def warn_of_other_hosts(host_dirs: Mapping[str, Path], job_hosts: JobHosts) -> N
         with suppress(OSError):
             names = sorted(each.name for each in host_dir.parent.iterdir() if each.name not in job_hosts.hosts)
             if names:
+                clean = ("tiers", "clean", host_dir.parents[1], "--job", host_dir.parent.name, "--host-id")
                 _log.warning(
                     "tier %s: %s has directories of hosts that are not in this job: %s. If those names are not used "
-                    "any more, remove their slots with `ckptkit tiers clean`",
-                    *(tier, host_dir.parent, ", ".join(names[:_NAMES_MAX])),
+                    "any more, remove the slots of each: `%s`",
+                    *(tier, host_dir.parent, ", ".join(names[:_NAMES_MAX]), command_line(*clean, names[0])),
                 )
 
 
@@ -126,15 +127,17 @@ def warn_of_slots_alone(held: Mapping[SaveId, Sequence[str]], url: str, settings
         return
     commands = [
         command_line(
-            *("tiers", "clean", "--job", paths.job_name(url, tier.job), "--host-id", settings.host_id, tier.path)
+            *("tiers", "clean", tier.path, "--job", paths.job_name(url, tier.job)),
+            *own_host_id(settings.host_id),
         )
         for tier in settings.tiers
         if tier.medium != PEER
     ]
     _log.warning(
         "%s holds no step, and the fast tiers hold steps of an earlier run, which this run continues: %s. To start "
-        "anew, end this run with close(remove_arenas=True), or run on each host after it: %s",
-        *(url, ", ".join(str(save.step) for save in sorted(held)[-_NAMES_MAX:]), "; ".join(commands)),
+        "anew, end this run before it restores or saves, with close(remove_arenas=True), or run then %s",
+        *(url, ", ".join(str(save.step) for save in sorted(held)[-_NAMES_MAX:])),
+        "; ".join(map(on_each_host, commands)),
     )
 
 

@@ -36,7 +36,7 @@ from ckptkit.restore.request import RestoreRequest, request_of
 from ckptkit.restore.restorer import Rejection, Restored, Restorer
 from ckptkit.store import open_store
 from ckptkit.util import heartbeat
-from ckptkit.util.words import command_line
+from ckptkit.util.words import command_line, on_each_host
 
 _log = logging.getLogger("ckptkit")
 _NAMED_MAX = 20  # steps, in one message
@@ -134,7 +134,8 @@ class Resumer:
         steps = self._components.job.coordinator.ask_process_0("certified", known, about=about)
         if not steps:
             raise StepNotFoundError(
-                f"{url} has no certified step; `{command_line('certify', url)}` certifies those that a replay comes to",
+                f"{url} has no certified step; `{command_line('certify', url, '--replay', 'MODULE:FUNCTION')}` "
+                "certifies those that a replay comes to",
                 path=url,
             )
         found, restored, damaged = restore_first(steps, restore)
@@ -243,14 +244,16 @@ class Resumer:
             _log.warning(
                 "restore: the run continues from step %d. Newer steps were rejected: %s. The next save abandons them%s",
                 *(restored.save_id.step, _shown(rejected)),
-                f". To repair them first: `{repair}`" if any(each.is_damage for each in rejected) else "",
+                f". To repair them, stop this job before that, run {on_each_host(repair)}, and start it again"
+                if any(each.is_damage for each in rejected)
+                else "",
             )
         self._warn_of_newer(restored.save_id.step)
         if DURABLE in restored.damaged:
             _log.warning(
                 "restore: step %d is damaged in the durable tier, and other copies replaced what is damaged. Repair it "
-                "while they exist, on each host: `%s`",
-                *(restored.save_id.step, repair),
+                "while they exist, %s",
+                *(restored.save_id.step, on_each_host(repair)),
             )
         return self._given(restored, rejected, began, self._components.storage.durable.directory)
 
@@ -263,8 +266,8 @@ class Resumer:
         if newer:
             _log.warning(
                 "restore: the run continues from step %d, which is not the newest. The next save abandons newer steps: "
-                "%s. Then no restart takes them, and the keep policies delete those that `%s` does not keep. To only "
-                "look at a step, open a manager with read_only=True",
+                "%s. Then no restart takes them, and the keep policies delete them. `%s` keeps a durable one, and its "
+                "number cannot be saved anew. To only look at a step, open a manager with read_only=True",
                 *(step, _newest_first(newer), command_line("pin", self._components.storage.durable.url, "STEP")),
             )
 

@@ -96,6 +96,7 @@ class Saver:
         self._decider = components.history.decider
         self._ledger = components.history.ledger
         self._branch = components.history.branch
+        self._inventory = components.history.inventory
         self._metadata_index = components.history.metadata_index
         self._pipeline = components.pipeline
         self._pinned = settings.saving.staging == PINNED
@@ -171,7 +172,7 @@ class Saver:
                 f"step {step} exists already in {self._durable.url} or its fast tiers; restore an earlier step, or "
                 f"call delete({step}), before it is saved again"
             )
-        self._branch.refuse_to_start_anew(self._durable.url)
+        self._branch.refuse_to_start_anew(self._durable.url, self._inventory.repair_command)
         unproven.wait()
         _refuse_unordered(self._options, request.metrics)
         # The collector would look through thousands of objects of a save, none of which it may free.

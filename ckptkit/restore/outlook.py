@@ -31,7 +31,7 @@ from ckptkit.restore.plan import Candidate, Key, RestorePlan, plan_restore, rank
 from ckptkit.restore.sources import SourceSearch
 from ckptkit.store.mounts import file_system_of
 from ckptkit.store.roots import root_url
-from ckptkit.util.words import repair_command
+from ckptkit.util.words import on_each_host, repair_command
 
 FORMAT = 1
 
@@ -130,7 +130,7 @@ def outlook(
     asked = [each for each in unreadable if step in (None, each.step)]
     if rejected:
         intact = elsewhere == len(rejected) and not problems
-        repair = None if intact else repair_command(url, tiers, [host_id] if tiers else [])
+        repair = None if intact else on_each_host(repair_command(url, tiers, [host_id] if tiers else []))
         error = NoRestorableStepError(rejected, path=url, repair=repair)
     elif asked:
         which = "no step" if step is None else f"step {step}"

@@ -45,7 +45,7 @@ from ckptkit.restore.tree import Target
 from ckptkit.util import clock
 from ckptkit.util.gc_pause import old_afterwards
 from ckptkit.util.pages import PAGE_BYTES
-from ckptkit.util.words import command_line
+from ckptkit.util.words import command_line, on_each_host
 
 _T = TypeVar("_T")
 _log = logging.getLogger("ckptkit")
@@ -170,7 +170,7 @@ class Restorer:
             raise ItemNotFoundError("; ".join(dict.fromkeys(each.reason for each in rejected)), path=self._url)
         reasons = [(r.where, r.save_id.step, r.reason) for r in rejected]
         intact = not self._manifests_damaged and all(each.is_unsuited for each in rejected)
-        repair = None if intact else self._inventory.repair_command
+        repair = None if intact else on_each_host(self._inventory.repair_command)
         raise NoRestorableStepError(reasons, path=self._url, repair=repair)
 
     def waiting_text(self) -> str:

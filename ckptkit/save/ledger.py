@@ -13,6 +13,7 @@ from ckptkit.errors import CheckpointError
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import PEER
 from ckptkit.util import clock
+from ckptkit.util.words import on_each_host
 
 SaveState = Literal["in_flight", "committed", "rejected", "failed"]
 _NAMED_MAX = 20  # steps, in one message
@@ -242,11 +243,11 @@ class Branch:
         """The run continues from a save of another root."""
         self._restored_elsewhere = True
 
-    def refuse_to_start_anew(self, url: str) -> None:
+    def refuse_to_start_anew(self, url: str, repair: str) -> None:
         """Raises `CheckpointError` for the first save of a run whose restore found every step damaged.
 
         The save would be newer than these steps: a restart would restore it, and delete them, even where they can be
-        repaired, or where only this host reads them wrongly.
+        repaired, or where only this host reads them wrongly. `repair` is the command for that.
         """
         has_state = self._has_saved or self._line > 0 or self._restored_elsewhere
         damaged = sorted({record.step for record in self._ledger.rejected()})
@@ -254,8 +255,8 @@ class Branch:
             return
         named = ", ".join(map(str, damaged[-_NAMED_MAX:]))
         raise CheckpointError(
-            f"{url}: a restore found every step damaged ({named}), and a new run would replace them. Repair them with "
-            f"`ckptkit scrub --repair`, delete each with delete(step), or save to another directory",
+            f"{url}: a restore found every step damaged ({named}), and a new run would replace them. Repair them "
+            f"{on_each_host(repair)}, delete each with delete(step), or save to another directory",
             path=url,
         )
 

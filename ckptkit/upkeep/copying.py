@@ -239,7 +239,8 @@ class _Copying:
         journal = self._journal()
         if journal is None and not self._store.properties.atomic_rename:
             raise CheckpointError(
-                f"{self._place} holds an unfinished step that is not a copy; delete it, or name another root",
+                f"{self._place} holds an unfinished step that is not a copy: a save in flight, or interrupted. Delete "
+                "it when no job saves there, or name another root",
                 path=self._place,
             )
         if resume and journal is not None and journal["source"] == self._described():

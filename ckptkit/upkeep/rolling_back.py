@@ -126,8 +126,9 @@ def _chosen(entries: Sequence[StepEntry], step: int, root: str) -> StepEntry:
             raise CorruptCheckpointError(f"{root} is not rolled back: {each.problem}", step=step, path=root)
     states = ", ".join(each.state for each in of_number)
     why = f"it is {states}" if of_number else "there is none"
-    if any(each.state == "abandoned" for each in of_number):
-        why += f"; `{command_line('copy', f'{root}/{step}', 'NEW_ROOT')}` takes it to a root where it is not"
+    places = [each.path for entry in of_number if entry.state == "abandoned" for each in entry.holdings]
+    for place in places[:1] if any(each.startswith(f"{root}/") for each in places[:1]) else ():
+        why += f"; `{command_line('copy', place, 'NEW_ROOT')}` takes it to a root where it is not"
     raise StepNotFoundError(f"{root}: no restart would take step {step}: {why}", step=step, path=root)
 
 

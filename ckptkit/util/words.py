@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 from collections.abc import Iterable, Sequence
 
 
@@ -18,6 +19,21 @@ def command_line(*words: object) -> str:
 
 
 def repair_command(root: str, tiers: Iterable[object], host_ids: Iterable[str] = ()) -> str:
-    """The command that repairs what these directories of fast tiers and `root` hold, from copies that are intact."""
-    options = [*(("--tier", tier) for tier in tiers), *(("--host-id", host_id) for host_id in host_ids)]
-    return command_line("scrub", root, *(word for option in options for word in option), "--repair")
+    """The command that repairs what these directories of fast tiers and `root` hold, from copies that are intact.
+
+    `host_ids` are of this host (`own_host_id`).
+    """
+    given = [word for tier in tiers for word in ("--tier", tier)]
+    hosts = [word for host_id in host_ids for word in own_host_id(host_id)]
+    return command_line("scrub", root, *given, *hosts, "--repair")
+
+
+def own_host_id(host_id: str) -> list[str]:
+    """The option of a command for a host; none for the name of this machine, which commands take by themselves."""
+    return [] if host_id in ("", socket.gethostname()) else ["--host-id", host_id]
+
+
+def on_each_host(command: str) -> str:
+    """A command to run on each host of a job: one that names a host has another name on each."""
+    own = ", with its own --host-id" if " --host-id " in command else ""
+    return f"on each host{own}: `{command}`"

@@ -17,7 +17,7 @@ from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.errors import CorruptCheckpointError, StoreError, with_damage
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
-from ckptkit.inspection.shares import read_shares
+from ckptkit.inspection.shares import read_shares, sidecar_processes
 from ckptkit.inspection.steps import slots_of_root
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId
@@ -279,7 +279,9 @@ class _Scrubber:
             act, reason = "quarantine", str(error)
             if _restorable(proof, place.url):
                 act, reason = "leave", f"ckptkit can restore it, stock Orbax may not; {error}"
-            elif others_may_hold(sources.manifests, self._host_id):
+            elif others_may_hold(sources.manifests, self._host_id) or (
+                not sources.manifests and _is_of_several(place)  # nothing here tells which hosts they ran on
+            ):
                 act = "leave"
                 reason = (
                     f"{error}; other hosts of its job may hold it: run scrub there. If none does, "
@@ -348,6 +350,14 @@ def others_may_hold(manifests: Sequence[Manifest], host_id: str) -> bool:
     count = max((each.writer.count for each in manifests), default=1)
     one_host = len(hosts) == count and set(hosts.values()) == {host_id}
     return count > 1 and len(slots) < count and not one_host
+
+
+def _is_of_several(step: Place) -> bool:
+    """Whether several processes wrote a step, by the names of its sidecars: the only sign where these are damaged."""
+    joined = paths.JOINED_SIDECARS.rpartition("/")[2]
+    return any(
+        len(sidecar_processes(item)) > 1 or joined in item.below(paths.SIDECAR_DIR).names() for item in items_of(step)
+    )
 
 
 def _kind_of(damaged: DurableStep) -> StepClass:

@@ -297,6 +297,13 @@ def test_save_that_only_does_not_fit_is_not_sent_to_repair() -> None:
     assert "--repair" in said.advice
 
 
+def test_unsigned_steps_are_not_sent_to_repair() -> None:
+    """Every step would be called damaged because nobody has signed it."""
+    event_of = event(Kind.REJECTED, 5, 8, "durable", reason="process 0: UntrustedStepError: it has no signature")
+    (said,) = rules.rejected(logged(*RUN, event_of))
+    assert "nothing is damaged" in said.advice
+
+
 def test_process_that_was_slow_a_few_times_is_not_named() -> None:
     """A host would be replaced for one slow save."""
     times = [*parts({0: 0.1, 1: 0.1}, count=8), *parts({0: 0.1, 1: 3.0}, count=2)]
@@ -399,9 +406,11 @@ def test_damaged_run_is_diagnosed(ckpt: Run, mine: Ours, tmp_path: Path) -> None
         "are dead weight: abandoned",
         "-> `ckptkit du",
         "no process of the job runs here",
-        "-> where it is not started again: `ckptkit tiers clean",
+        "which alone hold the newest step, 5",
+        "-> start the job again; `ckptkit tiers clean",
     ):
         assert line in said.out, said.out
+    assert said.out.count(f" --host-id {HOST}") == 2, "of both commands: they would find no slots"
 
 
 def test_unreadable_logs_are_reported(ckpt: Run, ours: Ours, tmp_path: Path) -> None:

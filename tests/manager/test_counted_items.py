@@ -82,7 +82,8 @@ def test_one_process_refuses_a_data_iterator_of_two(tmp_path: Path) -> None:
     assert_same(restored["state"], state)
     (damaged,) = slots.with_name("1").glob("step-000000000002-*.json")
     damaged.write_bytes(b"{")  # it may be the one that would have made the difference
-    with manager() as restoring, pytest.raises(ckptkit.NoRestorableStepError, match="Run on each host: `ckptkit scrub"):
+    repaired = "Run on each host, with its own --host-id: `ckptkit scrub"
+    with manager() as restoring, pytest.raises(ckptkit.NoRestorableStepError, match=repaired):
         restoring.restore(2, args=ocp.args.Composite(state=wanted, data=read))
 
 

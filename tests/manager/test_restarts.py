@@ -154,5 +154,8 @@ def test_failed_restore_ends_with_the_command_that_repairs(tmp_path: Path) -> No
     sidecar.write_bytes(b"{")
     command = f"ckptkit scrub {tmp_path / 'durable'} --tier {tmp_path / 'ram'} --host-id host --repair"
     manager = make_manager(tmp_path / "durable", tmp_path, [])
-    with manager, pytest.raises(ckptkit.NoRestorableStepError, match=f"Run on each host: `{command}`"):
+    with (
+        manager,
+        pytest.raises(ckptkit.NoRestorableStepError, match=f"Run on each host, with its own --host-id: `{command}`"),
+    ):
         restored(manager)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import socket
 from pathlib import Path
 
 import click
 
 import ckptkit
 from ckptkit.cli.command import commands
-from ckptkit.util.words import command_line, repair_command
+from ckptkit.util.words import command_line, on_each_host, repair_command
 
 PACKAGE = Path(ckptkit.__file__).parent
 NAMES = "|".join(commands.list_commands(click.Context(commands)))
@@ -25,6 +26,39 @@ def test_words_of_a_command_are_quoted_for_a_shell() -> None:
     assert command_line("steps", "gs://bucket/run") == "ckptkit steps gs://bucket/run"
     said = repair_command("/a b", [Path("/ram"), "/it's"], ["h;0"])
     assert said == """ckptkit scrub '/a b' --tier /ram --tier '/it'"'"'s' --host-id 'h;0' --repair"""
+
+
+def test_host_is_named_only_where_a_command_would_take_another() -> None:
+    """The same command on the next host would look for slots of the first."""
+    here = repair_command("/run", ["/ram"], [socket.gethostname()])
+    assert on_each_host(here) == "on each host: `ckptkit scrub /run --tier /ram --repair`"
+    pod = repair_command("/run", ["/ram"], ["pod-3"])
+    assert on_each_host(pod) == (
+        "on each host, with its own --host-id: `ckptkit scrub /run --tier /ram --host-id pod-3 --repair`"
+    )
+
+
+def test_commands_in_messages_have_what_they_need() -> None:
+    """A person who copies one would be told of a missing option."""
+    context, found, wrong = click.Context(commands), 0, []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command_line" and node.args:
+                words = [word.value if isinstance(word, ast.Constant) else "X" for word in node.args]
+                if not isinstance(node.args[0], ast.Constant) or any(
+                    isinstance(each, ast.Starred) for each in node.args
+                ):
+                    continue
+                found += 1
+                name, command, rest = commands.resolve_command(context, words)
+                assert command is not None, words
+                for option in command.params:
+                    given = isinstance(option, click.Argument) or not set(option.opts).isdisjoint(rest)
+                    wrong += [f"{path}:{node.lineno} {option.opts}"] if option.required and not given else []
+                missing = [each for each in command.params if isinstance(each, click.Argument) and each.required]
+                wrong += [f"{path}:{node.lineno} {name}"] if missing and "X" not in rest and not rest else []
+    assert found > 8
+    assert not wrong, ", ".join(wrong)
 
 
 def test_no_message_puts_a_value_into_a_command_unquoted() -> None:

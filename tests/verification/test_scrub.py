@@ -196,6 +196,18 @@ def test_unrepairable_copies_are_quarantined(job: Job) -> None:
     assert_same(found["state"], make_state(0))
 
 
+def test_step_of_several_processes_is_left_where_no_copy_is_seen(job: Job) -> None:
+    """A repair on the wrong host first, or without its tiers, would put a step aside that another host can repair."""
+    sidecars = job.root / "1/state/_ckptkit"
+    shutil.copy(sidecars / "process-0.json", sidecars / "process-1.json")
+    for path in sidecars.iterdir():
+        path.write_bytes(b"{")
+    found = scrubbed(job, tiers=())
+    (treated,) = [each for each in found.treatments if each.kind == "durable"]
+    assert (treated.act, treated.done, "other hosts" in (treated.reason or "")) == ("leave", False, True)
+    assert (job.root / "1/state/d").is_dir()
+
+
 def test_damaged_manifest_is_quarantined(job: Job) -> None:
     """Its slot could never be reused, or a whole slot be moved with it."""
     damage_slot(job, "manifest flipped")
