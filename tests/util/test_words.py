@@ -44,7 +44,7 @@ def test_commands_in_messages_have_what_they_need() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command_line" and node.args:
-                words = [word.value if isinstance(word, ast.Constant) else "X" for word in node.args]
+                words = [str(word.value) if isinstance(word, ast.Constant) else "X" for word in node.args]
                 if not isinstance(node.args[0], ast.Constant) or any(
                     isinstance(each, ast.Starred) for each in node.args
                 ):
