@@ -22,6 +22,7 @@ from ckptkit.inspection.places import Place, is_slot_directory, nothing_at
 from ckptkit.inspection.roots import read_ancestry, read_root
 from ckptkit.inspection.shares import read_share, read_shares
 from ckptkit.inspection.steps import tier_shares
+from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.model.paths import step_of_name
@@ -127,14 +128,15 @@ def outlook(
             problems=tuple(problems),
         )
     error: CheckpointError = nothing_at(url, "no step can be restored, here or in a given tier")
-    asked = [each for each in unreadable if step in (None, each.step)]
+    asked = [each for each in unreadable if step in (None, each.step, _step_of_manifest(each))]
     if rejected:
         intact = elsewhere == len(rejected) and not problems
         repair = None if intact else on_each_host(repair_command(url, tiers, [host_id] if tiers else []))
         error = NoRestorableStepError(rejected, path=url, repair=repair)
     elif asked:
-        which = "no step" if step is None else f"step {step}"
-        error = CorruptCheckpointError(f"{url}: {which} can be restored: it is damaged", step=step, path=url)
+        why = "no step can be restored: what is there is damaged"
+        why = why if step is None else f"step {step} cannot be restored: it is damaged"
+        error = CorruptCheckpointError(f"{url}: {why}", step=step, path=url)
     elif names and step is not None:
         error = StepNotFoundError(f"step {step} is not in {url} or in this host's tiers", step=step, path=url)
     with with_damage(problems):  # one of them may be the step that is missing
@@ -152,6 +154,12 @@ def _search(candidate: Candidate, local: LocalSave, durable: Mapping[SaveId, Pla
 
     own = LocalTiers({}, events).holdings(local)
     return SourceSearch(candidate, own, None, open_durable, events, VerifySelection())
+
+
+def _step_of_manifest(damaged: CorruptCheckpointError) -> int | None:
+    """The step of a damaged manifest, by its name."""
+    named = paths.save_of_manifest(Path(damaged.path or "").name)
+    return None if named is None else named[0]
 
 
 def _on_other_hosts(local: LocalSave) -> str:
