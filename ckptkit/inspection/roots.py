@@ -23,7 +23,7 @@ from ckptkit.util.words import first_of
 _NAMES_MAX = 20  # of directories in one note
 _WHY = {
     "link": "links, which are never steps",
-    "name": "not steps of this run, their names have another format (--step-prefix chooses one)",
+    "name": "not steps of this run, their names have another format (`ckptkit steps --step-prefix` lists them)",
     "item": "trees that were saved without a manager; a restart does not take them",
     "root": "separate roots with steps of their own",
     "nothing": "not steps: nothing in them shows that Orbax or ckptkit wrote them",
