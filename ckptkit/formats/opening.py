@@ -104,7 +104,7 @@ def _stored_bytes(opened: Checkpoint, timeout_s: float) -> int:
 def _open_orbax(path: str, timeout_s: float) -> Checkpoint:
     from ckptkit.formats.orbax import open_orbax  # imports Orbax, which what reads metadata or files does not need
 
-    return open_orbax(inspect_orbax(path, timeout_s=timeout_s), timeout_s=timeout_s)
+    return open_orbax(inspect_orbax(path, timeout_s=timeout_s, passes_over=False), timeout_s=timeout_s)
 
 
 def _is_manifest(url: str) -> bool:

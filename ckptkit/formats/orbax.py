@@ -31,14 +31,8 @@ def open_orbax(found: Inspection, *, timeout_s: float) -> Checkpoint:
     """The result of `inspect` for a path, with the array items' bytes.
 
     A step of ours is read cell by cell, each proven by its digest; stock Orbax's has none. Raises what `inspect` does,
-    and `CorruptCheckpointError` for a save of ours whose sidecars are lost or damaged, and for a root whose newest step
-    is damaged: another one is not taken unasked.
+    and `CorruptCheckpointError` for a save of ours whose sidecars are lost or damaged.
     """
-    if found.passed_over:
-        raise CorruptCheckpointError(
-            f"{'; '.join(found.passed_over)}. The newest step is damaged; to take an older one, name it: {found.path}",
-            path=found.path,
-        )
     if found.kind == "slot":
         return _open_slot(found)
     if found.origin.writer == "ckptkit" and not found.origin.proven:

@@ -52,9 +52,12 @@ from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
 
 
-def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
+def inspect(path: str, *, timeout_s: float = 20.0, passes_over: bool = True) -> Inspection:
     """See `ckptkit.formats.inspect`, for a step directory (of ckptkit or stock Orbax), an item in one, a root (then its
-    newest committed step), or a fast tier's slot directory or manifest file."""
+    newest committed step), or a fast tier's slot directory or manifest file.
+
+    Without `passes_over` a root raises `CorruptCheckpointError` where a newer step is damaged.
+    """
     url = root_url(path)
     if properties_of(url).file_system:
         kind = local_kind(url)
@@ -73,10 +76,10 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
         return _directory(place, "item", [place], timeout_s)
     if STEP_METADATA in names or paths.COMMIT_MARK in names:
         return _step(place, timeout_s)
-    return _newest_of_root(place, timeout_s) or _bare_step(place, timeout_s)
+    return _newest_of_root(place, timeout_s, passes_over) or _bare_step(place, timeout_s)
 
 
-def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
+def _newest_of_root(place: Place, timeout_s: float, passes_over: bool) -> Inspection | None:
     ancestry, problems = read_ancestry(place)
     found_in_root = read_root(place, ancestry)
     steps = found_in_root.steps
@@ -91,6 +94,12 @@ def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
     if newest is None:
         states = ", ".join(f"{step.step} ({step.state})" for step in steps)
         raise nothing_at(place.url, f"it has no committed step, only {states}; name one of them to look at it")
+    newer = [step.problem for step in steps if step.problem is not None and step.step > newest.step]
+    if newer and not passes_over:
+        raise CorruptCheckpointError(
+            f"{'; '.join(newer)}. The newest step is damaged; to take an older one, name it: {newest.place.url}",
+            path=place.url,
+        )
     found = (
         _directory(newest.place, "item", [newest.place], timeout_s)
         if item_kind(newest.place)
@@ -99,12 +108,7 @@ def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
     committed = sum(step.state == "committed" for step in steps)
     which = "the only committed step" if committed == 1 else f"the newest of {committed:,} committed steps"
     note = f"{which} in {place.url}"
-    return replace(
-        found,
-        notes=(note, *found_in_root.notes, *found.notes),
-        problems=(*problems, *found.problems),
-        passed_over=tuple(step.problem for step in steps if step.problem is not None and step.step > newest.step),
-    )
+    return replace(found, notes=(note, *found_in_root.notes, *found.notes), problems=(*problems, *found.problems))
 
 
 def _bare_step(place: Place, timeout_s: float) -> Inspection:

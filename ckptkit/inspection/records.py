@@ -99,8 +99,7 @@ class SaveOrigin:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """The checkpoint at `path`. `notes` name choices that were made, `problems` name damage; the rest is still
-    shown. `shared`: the files of a durable step that have other names too, by path below `path`. `passed_over`: of a
-    root, the damage of the steps that are newer than the one chosen."""
+    shown. `shared`: the files of a durable step that have other names too, by path below `path`."""
 
     path: str
     kind: Literal["step", "item", "slot", "file", "directory"]
@@ -110,7 +109,6 @@ class Inspection:
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     shared: Mapping[str, SharedFile] = field(default_factory=dict)
-    passed_over: tuple[str, ...] = ()
 
     def to_json(self, *, depth: int = 1) -> dict[str, Any]:
         """As `--json` prints it; groups are the first `depth` parts of the leaves' paths."""
@@ -120,7 +118,7 @@ class Inspection:
         ]
         sums = {"totals": totals(self.items, depth=depth), "shared": shared}
         last = {"notes": self.notes, "problems": self.problems}
-        return {"format": FORMAT, **plain_fields(self, without=("shared", "passed_over", *last)), **sums, **last}
+        return {"format": FORMAT, **plain_fields(self, without=("shared", *last)), **sums, **last}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -26,7 +26,7 @@ from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
 from ckptkit.util.words import command_line
 
 UsageKind = Literal["arrays", "digests", "small", "metadata"]
-DeadKind = Literal["leftover", "abandoned", "quarantine", "stray", "unreferenced"]
+DeadKind = Literal["leftover", "abandoned", "quarantine", "stray", "unreferenced", "other"]
 
 _METADATA = frozenset(
     {TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, paths.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"}
@@ -57,7 +57,7 @@ class StepUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadWeight:
-    """Bytes that no restart reads, and how they go."""
+    """Bytes that no restart reads, and how they go; those of an `other` may be a checkpoint of their own."""
 
     kind: DeadKind
     path: str
@@ -67,28 +67,37 @@ class DeadWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """A root, and what the given tiers of this host hold of it. `others`: bytes of directories that are not of the run,
-    by path, and may be checkpoints; `record_bytes`: of records (epochs, leases, pins); `repeated_bytes`: what the sum
-    over steps counts more than once."""
+    """A root, and what the given tiers of this host hold of it. `unread`: everything that no restart of the run reads;
+    `record_bytes`: of records (epochs, leases, pins); `repeated_bytes`: what the sum over steps counts more than
+    once."""
 
     root: str
     steps: tuple[StepUsage, ...]
     arenas: tuple[ArenaEntry, ...]
-    dead: tuple[DeadWeight, ...]
+    unread: tuple[DeadWeight, ...]
     record_bytes: int
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     repeated_bytes: int = 0
-    others: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def dead(self) -> tuple[DeadWeight, ...]:
+        """What nobody needs."""
+        return tuple(each for each in self.unread if each.kind != "other")
+
+    @property
+    def others(self) -> dict[str, int]:
+        """Bytes of the directories that are not of the run, by path. They may be checkpoints."""
+        return {each.path: each.stored_bytes for each in self.unread if each.kind == "other"}
 
     @property
     def stored_bytes(self) -> int:
         """Everything below the durable root, dead weight too. A file that several steps have counts once."""
-        inside = [each.stored_bytes for each in self.dead if each.kind in ("leftover", "stray")]
+        inside = [each.stored_bytes for each in self.unread if each.kind in ("leftover", "stray", "other")]
         own = f"{self.root}/{paths.SIDECAR_DIR}/"
         aside = [each.stored_bytes for each in self.dead if each.kind == "quarantine" and each.path.startswith(own)]
         own_bytes = sum(each.stored_bytes for each in self.steps) - self.repeated_bytes
-        return own_bytes + sum(inside) + sum(aside) + self.record_bytes + sum(self.others.values())
+        return own_bytes + sum(inside) + sum(aside) + self.record_bytes
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -124,8 +133,8 @@ def usage(
     steps = [each for each in found if each.state != "unfinished"]
     pinned = pinned_steps(place.store)
     used = PruneGuard(place.store).leased([each.step for each in found]) - pinned
-    others = _others(place, in_root)
-    dead = _root_dead(place, found, {name for names in in_root.left_out.values() for name in names})
+    dead = _others(place, in_root)
+    dead += _root_dead(place, found, {name for names in in_root.left_out.values() for name in names})
     dead += [
         _dead("abandoned", each.place, _abandoned(place.url, each, pinned))
         for each in steps
@@ -153,12 +162,11 @@ def usage(
             for each in steps
         ),
         arenas=tuple(arenas),
-        dead=tuple(dead),
+        unread=tuple(dead),
         record_bytes=_record_bytes(place),
         notes=(*in_root.notes, *_notes(tiers, arenas, host_id)),
         problems=tuple(problems),
         repeated_bytes=_repeated_bytes(list(shared.values())),
-        others=others,
     )
 
 
@@ -221,11 +229,15 @@ def _abandoned(root: str, each: DurableStep, pinned: set[int]) -> str:
     return f"the job's next pruning, or `{prune}`"
 
 
-def _others(place: Place, in_root: RootSteps) -> dict[str, int]:
-    """The directories with the name of a step that are not of the run, by path: other runs, trees, links, data."""
+def _others(place: Place, in_root: RootSteps) -> list[DeadWeight]:
+    """The directories with the name of a step that are not of the run: other runs, trees, links, data."""
     links = in_root.left_out.get("link", ())
     names = sorted(name for found in in_root.left_out.values() for name in found)
-    return {f"{place.url}/{name}": 0 if name in links else place.below(name).stored_bytes() for name in names}
+    sizes = {name: 0 if name in links else place.below(name).stored_bytes() for name in names}
+    return [
+        DeadWeight(kind="other", path=f"{place.url}/{name}", stored_bytes=size, remedy="not of this run")
+        for name, size in sizes.items()
+    ]
 
 
 def _root_dead(place: Place, found: Sequence[DurableStep], others: Collection[str]) -> list[DeadWeight]:

@@ -74,7 +74,7 @@ def used(steps: int = 3, dead: Sequence[DeadWeight] = (), arenas: Sequence[Arena
         )
         for step in range(steps)
     )
-    return Usage(root="/r", steps=made, arenas=tuple(arenas), dead=tuple(dead), record_bytes=0)
+    return Usage(root="/r", steps=made, arenas=tuple(arenas), unread=tuple(dead), record_bytes=0)
 
 
 def entry(step: int, *, ours: bool = True, problem: str | None = None) -> StepEntry:

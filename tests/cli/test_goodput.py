@@ -171,6 +171,7 @@ def test_interrupt_ends_the_following_and_not_what_comes_after_it(run_dir: Path,
     page = tmp_path / "page.html"
     script = f"""
 import signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background has it ignored
 from ckptkit.cli import goodput, main
 make = goodput.goodput_page
 goodput.goodput_page = lambda *given, **named: (time.sleep(1.0), make(*given, **named))[1]

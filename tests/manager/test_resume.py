@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,7 @@ def test_root_that_was_removed_warns_of_slots_that_are_left(run: Run, caplog: py
     (warning,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert f"{run.durable} holds no step" in warning
     assert "close(remove_arenas=True)" in warning
-    command = warning.rpartition("ckptkit ")[2].split()
+    command = shlex.split(warning.rpartition("`ckptkit ")[2].removesuffix("`"))
     assert main(command) == 0
     with make_manager(run.durable, tiers=tiers) as manager:
         assert manager.latest_step() is None
