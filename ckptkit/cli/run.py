@@ -103,7 +103,11 @@ EVENTS = click.option(
 @EVENTS
 @click.option("--log-dir", metavar="RUN_DIR", help="Write each worker's output to a file here too.")
 @click.option(
-    "--status", "status_path", type=OutputFile(), metavar="FILE", help="Keep a JSON file with what the job does."
+    "--status",
+    "status_path",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Keep a JSON file with what the job does; of several hosts, host 0 does.",
 )
 @DRY_RUN
 @JSON
@@ -305,9 +309,9 @@ def hosts_of(
 
 
 def first_node(nodes: str) -> str:
-    """The first name in a list of Slurm's: `gpu[003-007,9],x` is `gpu003`."""
-    match = re.match(r"([^,\[]+)(?:\[(\w+))?([^,]*)", nodes)
-    return nodes if match is None else match[1] + (match[2] or "")
+    """The first name in a list of Slurm's: `gpu[003-007,9]-ib,x` is `gpu003-ib`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes if first is None else first[0])
 
 
 def _secret(environ: Mapping[str, str], path: str | None) -> str:

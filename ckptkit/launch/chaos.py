@@ -22,6 +22,7 @@ from ckptkit.launch.faults import ANY, LASTING, PLACES, Fault, is_own
 from ckptkit.launch.harm import FullDisk, LocalBucket, emptied, flipped
 from ckptkit.launch.launcher import Launcher
 from ckptkit.launch.policy import ExitCode, Hooks
+from ckptkit.launch.signals import signals_mean
 from ckptkit.launch.status import AttachedJob
 from ckptkit.util.clock import Deadline, monotonic_s, wall_s
 
@@ -218,8 +219,9 @@ class Chaos:
         injector = threading.Thread(target=self._inject_all, name="ckptkit-chaos", daemon=True)
         injector.start()
         try:
-            code = drive()
-        finally:
+            with signals_mean({signal.SIGTERM: _interrupt, signal.SIGHUP: _interrupt}):
+                code = drive()
+        finally:  # a lasting fault ends too
             self._over.set()
             injector.join()
         if self._error is not None:
@@ -364,6 +366,10 @@ class Chaos:
         else:
             assert self._targets.bucket is not None
             self._targets.bucket.end()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def _past(fault: Fault) -> str:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ckptkit.util.clock import Deadline
 
 LINE_LIMIT_CHARS = 65536  # a longer line is passed on in pieces: a child may never write a newline
 OUTPUT_DRAIN_S = 5.0  # for what a dead child left in its pipe
+_FOR_ALL = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
 _GROUP_S = 1.0  # for what it started and SIGKILL has not ended yet
 
 # Between fork and exec: `preexec_fn` runs Python in a forked, threaded process, which may deadlock.
@@ -36,21 +37,30 @@ except OSError as error:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A process that was started, and the end of the pipe from which its output is read."""
+    """A process that was started, and the end of the pipe from which its output is read.
+
+    `is_wrapper`: it may be a shell, which passes no signal on to the process that does the work.
+    """
 
     pid: int
     output_fd: int
+    is_wrapper: bool = False
 
 
 def spawn_command(argv: Sequence[str], env: Mapping[str, str]) -> Running:
     """Starts a command that knows nothing of its agent."""
     shim = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-    return spawn([*shim, *argv], env)
+    return replace(spawn([*shim, *argv], env), is_wrapper=True)
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], *, fds: Sequence[int] = ()) -> Running:
-    """Starts `argv` in a session of its own, with `fds` open under the same numbers. It ends itself with its parent."""
-    output_fd, write_fd = os.pipe()
+def spawn(
+    argv: Sequence[str], env: Mapping[str, str], *, fds: Sequence[int] = (), output: int | None = None
+) -> Running:
+    """Starts `argv` in a session of its own, with `fds` open under the same numbers. It ends itself with its parent.
+
+    Its output goes to a pipe, or to the open file `output`.
+    """
+    output_fd, write_fd = os.pipe() if output is None else (output, os.dup(output))
     actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
         (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
         *((os.POSIX_SPAWN_DUP2, write_fd, fd) for fd in (1, 2)),
@@ -60,7 +70,8 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], *, fds: Sequence[int] = (
     try:
         pid = os.posix_spawnp(argv[0], list(argv), env, file_actions=actions, setsid=True, setsigdef=ignored_here)
     except BaseException:
-        os.close(output_fd)
+        if output is None:
+            os.close(output_fd)
         raise
     finally:
         os.close(write_fd)
@@ -81,6 +92,7 @@ class Child:
     ):
         self.process = process
         self.pid = running.pid
+        self._is_wrapper = running.is_wrapper
         self._on_output = on_output
         self._on_error = on_error
         self._lock = threading.Lock()  # a reaped process id may be another's: no signal after that
@@ -93,18 +105,19 @@ class Child:
         self._reader.start()
 
     def signal(self, signum: int) -> bool:
-        """Signals the process and all that it started; False when it has been reaped."""
+        """Signals the process; False when it has been reaped. SIGKILL, SIGSTOP and SIGCONT reach all that it started.
+
+        Another signal is for the process alone, unless it may be a wrapper: it would end the processes of the data
+        loader, which a trainer needs until its last save.
+        """
         with self._lock:
             if self.returncode is not None:
                 return False
-            os.killpg(self.pid, signum)
-            return True
-
-    def dump(self, signum: int) -> None:
-        """Signals the process alone."""
-        with self._lock:
-            if self.returncode is None:
+            if self._is_wrapper or signum in _FOR_ALL:
+                os.killpg(self.pid, signum)
+            else:
                 signal.pidfd_send_signal(self.pidfd, signum)
+            return True
 
     def is_stopped(self) -> bool:
         """Whether it is stopped (SIGSTOP, a debugger): it lives, and sends no heartbeats."""

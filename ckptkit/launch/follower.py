@@ -16,7 +16,7 @@ from ckptkit.launch.control import Connection, ControlError, checked_secret, con
 from ckptkit.launch.host import LocalHost
 from ckptkit.launch.policy import ExitCode, Hooks, Workers
 from ckptkit.launch.roster import SILENCE_S, beats_message
-from ckptkit.launch.signals import passed_by, signals_mean
+from ckptkit.launch.signals import Told, passed_by, signals_mean
 from ckptkit.launch.specs import JobPlace, specs_of
 from ckptkit.util.clock import Deadline, monotonic_s
 from ckptkit.util.heartbeat import Beats
@@ -53,23 +53,21 @@ class Follower:
         self._say = self._hooks.say
         self._errors: list[Exception] = []
         checked_secret(secret)
-        self._local = LocalHost(workers, self._hooks, self._errors.append)
+        self._local = LocalHost(workers, self._hooks, self._errors.append, self._is_to_end)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._inbox: queue.SimpleQueue[dict[str, Any] | ControlError] = queue.SimpleQueue()
         self._attempt: int | None = None
         self._alive: list[Child] = []
-        self._told = ""
+        self._grace: Deadline | None = None  # of workers that were told to end
+        self._told, self._has_news = Told(), False
+        self._is_ordered = False  # to end the workers; from the thread of the connection
         self._to_pass: list[int] = []
         self._sent_beats: dict[int, Beats | None] = {}
         self._next_beats_s = 0.0
 
     def run(self) -> int:
         """Blocks until the job is over; returns the exit code of the job."""
-        acts = {
-            signal.SIGINT: lambda: self._tell("stop"),
-            signal.SIGHUP: lambda: self._tell("stop"),
-            signal.SIGTERM: lambda: self._tell("preempted"),
-        }
+        acts = {signal.SIGINT: self._note_stop, signal.SIGHUP: self._note_stop, signal.SIGTERM: self._note_preemption}
         try:
             with signals_mean({**acts, **passed_by(self._pass_on)}):
                 while True:
@@ -95,34 +93,37 @@ class Follower:
             except OSError as error:
                 if deadline.passed:
                     raise ControlError(f"no first agent at {host}:{port} for {self._join_s:.0f} s: {error}") from error
-            if self._told:
+            if self._told != Told():
                 raise KeyboardInterrupt
             self._wait(_AGAIN_S)
 
     def _serve(self, connection: Connection) -> int | None:
         """Obeys until the job is over (its exit code), or the connection (None)."""
         self._inbox = inbox = queue.SimpleQueue()
+        self._is_ordered = False
         connection.start(lambda message: self._put(inbox, message), lambda error: self._put(inbox, error))
         name = socket.gethostname()
         connection.send({"is": "here", "name": name, "rank": self._rank, "processes": self._workers.processes})
         try:
             while True:
-                ended = self._wait()
+                ended = self._wait(_TICK_S if self._grace is None else min(_TICK_S, self._grace.left_s))
                 if ended:
                     codes = [[child.process, child.reap()] for child in ended]
                     connection.send({"is": "ended", "attempt": self._attempt, "ended": codes})
-                if self._told:
-                    connection.send({"is": self._told})
-                    self._told = ""
+                if self._has_news:
+                    self._has_news = False
+                    told = {"preempted": self._told.preempted, "stopped": self._told.stopped}
+                    connection.send({"is": "told", **told})
                 self._local.tick()
                 self._send_beats(connection)
                 if self._errors:
                     raise self._errors.pop()
                 with suppress(queue.Empty):
                     while True:
-                        code = self._obey(connection, inbox.get_nowait())
+                        code = self._obey(inbox.get_nowait())
                         if code is not None:
                             return code
+                self._end_stopped(connection)
         except _FirstLostError as error:
             self._say(f"the first agent is lost: {error}; all workers are ended")
             return None
@@ -130,7 +131,7 @@ class Follower:
             self._end_workers()
             connection.close()
 
-    def _obey(self, connection: Connection, message: dict[str, Any] | ControlError) -> int | None:
+    def _obey(self, message: dict[str, Any] | ControlError) -> int | None:
         if isinstance(message, ControlError):
             raise _FirstLostError(str(message))
         what = message.get("do")
@@ -138,8 +139,6 @@ class Follower:
             self._start(message)
         elif what == "stop":
             self._stop(float(message["grace_s"]))
-            connection.send({"is": "stopped", "attempt": self._attempt})
-            self._attempt = None
         elif what == "dump":
             self._local.dump()
         elif what == "preload":
@@ -184,16 +183,26 @@ class Follower:
             self._local.preload([str(name) for name in modules], command)
 
     def _stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after the grace."""
-        self._local.signal(signal.SIGTERM)
-        grace = Deadline(grace_s)
-        while self._alive and not grace.passed:
-            self._wait(grace.left_s)
+        """SIGTERM, and SIGKILL after the grace, which a second order may cut."""
+        if self._grace is None:
+            self._local.signal(signal.SIGTERM)
+        self._grace = Deadline(grace_s)
+
+    def _end_stopped(self, connection: Connection) -> None:
+        """Once they have ended, or their grace: SIGKILL for the others, and their return codes to the first agent."""
+        if self._grace is None or (self._alive and not self._grace.passed):
+            return
         self._end_workers()
+        codes = [[child.process, child.reap()] for child in self._local.children]
+        connection.send({"is": "stopped", "attempt": self._attempt, "ended": codes})
+        self._attempt = None
 
     def _end_workers(self) -> None:
         self._local.kill()
-        self._alive = []
+        self._alive, self._grace, self._is_ordered = [], None, False
+
+    def _is_to_end(self) -> bool:
+        return self._is_ordered or self._told != Told()
 
     def _wait(self, timeout_s: float = _TICK_S) -> list[Child]:
         ended = ended_among(self._alive, self._wake, timeout_s)
@@ -204,6 +213,8 @@ class Follower:
 
     def _put(self, inbox: queue.SimpleQueue[Any], message: dict[str, Any] | ControlError) -> None:
         inbox.put(message)
+        if inbox is self._inbox and (isinstance(message, ControlError) or message.get("do") in ("stop", "finish")):
+            self._is_ordered = True
         os.eventfd_write(self._wake, 1)
 
     def _pass_on(self, signum: int) -> None:
@@ -211,9 +222,16 @@ class Follower:
         self._to_pass.append(signum)
         os.eventfd_write(self._wake, 1)
 
-    def _tell(self, what: str) -> None:
+    def _note_stop(self) -> None:
         """In a signal handler: the first agent decides for all hosts."""
-        self._told = what
+        self._told.stopped += 1
+        self._has_news = True
+        os.eventfd_write(self._wake, 1)
+
+    def _note_preemption(self) -> None:
+        """In a signal handler, as above."""
+        self._told.preempted += 1
+        self._has_news = True
         os.eventfd_write(self._wake, 1)
 
 

@@ -6,7 +6,7 @@ import json
 import mmap
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from ckptkit.launch import worker
 from ckptkit.launch.child import Child, Running, child_env, spawn, spawn_command
 from ckptkit.launch.command import PythonCommand, leading_imports, python_command
 from ckptkit.launch.policy import Hooks, Workers
+from ckptkit.launch.specs import WorkerSpec, has_placeholders
 from ckptkit.launch.standby import Standby, StandbyError
 from ckptkit.util import heartbeat
 from ckptkit.util.clock import monotonic_s
@@ -22,16 +23,6 @@ _QUIET_S = 2.0  # after its last import a job that makes steps is taken to have 
 _QUIET_WITHOUT_STEPS_S = 15.0  # the same for one that marks no steps, or not yet
 _NAMES_BYTES_MAX = 4 << 20
 _LOSSES_MAX = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
-    """One worker to start: the words of its command, and the variables added to the host's environment."""
-
-    process: int
-    argv: tuple[str, ...]
-    environment: Mapping[str, str]
-    prefix: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -47,9 +38,15 @@ class _Place:
 
 @final
 class LocalHost:
-    """Starts the workers of this host, attempt after attempt. Called from one thread."""
+    """Starts the workers of this host, attempt after attempt. Called from one thread.
 
-    def __init__(self, workers: Workers, hooks: Hooks, on_error: Callable[[Exception], None]):
+    `is_over`: whether the job is to end. Then no start waits for a template.
+    """
+
+    def __init__(
+        self, workers: Workers, hooks: Hooks, on_error: Callable[[Exception], None], is_over: Callable[[], bool]
+    ):
+        self._words, self._is_over = workers.command, is_over
         self._env = child_env(workers.env, workers.devices_per_process)
         self._warm = warm = workers.warm
         self._on_output = hooks.on_output
@@ -66,7 +63,8 @@ class LocalHost:
         self._beats: dict[int, mmap.mmap] = {}
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
-        """Starts the workers of an attempt, in `children`; all of the last attempt's have been reaped."""
+        """Starts the workers of an attempt, in `children`: fewer where the job is to end meanwhile. All of the last
+        attempt's have been reaped."""
         self.children = []
         self._forget_beats()
         command = python_command(specs[0].argv) if self._warm is not None and specs else None
@@ -149,7 +147,7 @@ class LocalHost:
         """Has every Python worker write the stacks of its threads to its log."""
         for child in self.children:
             if child.process in self._beats:
-                child.dump(worker.DUMP_SIGNAL)
+                child.signal(worker.DUMP_SIGNAL)
 
     def signal(self, signum: int) -> list[Child]:
         """Signals all workers; returns those that had not ended."""
@@ -194,7 +192,8 @@ class LocalHost:
         if place.standby is None and self._modules and self._command is not None:
             modules = [name for name in self._modules if name not in place.skipped]
             try:
-                place.standby = Standby(self._command, modules, self._env, prefix=prefix)
+                arguments = self._common_arguments(self._command)
+                place.standby = Standby(self._command, modules, self._env, arguments=arguments, prefix=prefix)
                 place.told = self._modules
             except (StandbyError, OSError) as error:
                 self._say(f"no template: {error}")
@@ -238,7 +237,8 @@ class LocalHost:
         waits = is_first or self._is_worth_waiting(specs)
         while place.standby is not None and (place.standby.was_ready or waits):
             try:
-                place.standby.wait_until_ready()
+                if not place.standby.wait_until_ready(self._is_over):
+                    return
             except StandbyError as error:
                 self._give_up(place, error)
                 if is_first and self._learns:
@@ -299,6 +299,11 @@ class LocalHost:
             "command": (own or command).to_json(),
             "arguments": arguments,
         }
+
+    def _common_arguments(self, command: PythonCommand) -> Sequence[str]:
+        """The arguments of the command, for modules that look at them; none where each worker has its own."""
+        arguments = self._words[command.arguments_at :]
+        return () if has_placeholders(arguments) else arguments
 
     def _forget_beats(self) -> None:
         for shared in self._beats.values():

@@ -13,11 +13,12 @@ from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.host import LocalHost
 from ckptkit.launch.policy import ExitCode, HangPolicy, Hooks, Loss, RestartPolicy, Workers
 from ckptkit.launch.roster import Report, Roster
-from ckptkit.launch.signals import passed_by, signals_mean
+from ckptkit.launch.signals import Told, passed_by, signals_mean
 from ckptkit.launch.specs import JobPlace, free_port, specs_of
 from ckptkit.launch.status import Status
 from ckptkit.launch.watch import Watch
 from ckptkit.util.clock import Deadline, monotonic_s
+from ckptkit.util.words import first_of
 
 _TICK_S = 0.1  # for beats, and for templates
 _DUMP_S = 1.0  # for the stacks of a job that hangs
@@ -53,14 +54,13 @@ class Launcher:
         self._status = Status(self._hooks.on_status)
         self._say = self._hooks.say
         self._events = events or EventLog(process=-1)
-        self._local = LocalHost(workers, self._hooks, self._fail)
+        self._local = LocalHost(workers, self._hooks, self._fail, self._is_told)
         self._watch = Watch(hang) if workers.warm is not None else None
         self._children: list[Child] = []
         self._wiped: dict[int, tuple[str, ...]] = {}
         self._errors: list[Exception] = []
         self._killed_s: dict[int, float] = {}
-        self._stops = 0
-        self._preempted = False
+        self._told = Told()
         self._to_pass: list[int] = []
         self._codes: dict[int, int] = {}  # of workers of other hosts that have ended
         self._wake_lock = threading.RLock()  # re-entrant: a signal handler may interrupt its holder
@@ -96,7 +96,7 @@ class Launcher:
 
         A flag and a wake-up, never an exception: that could come between a fork and noting its child.
         """
-        self._stops += 1
+        self._told.stopped += 1
         self._wake_up()
 
     def preempt(self) -> None:
@@ -105,9 +105,7 @@ class Launcher:
         `run` then returns PREEMPTED where all ended with that code (or were done), else INTERRUPTED. A second call
         means `stop`.
         """
-        if self._preempted:
-            self._stops += 1
-        self._preempted = True
+        self._told.preempted += 1
         self._wake_up()
 
     def pass_on(self, signum: int) -> None:
@@ -132,6 +130,14 @@ class Launcher:
         """Whether somebody has called `stop`, or pressed Ctrl-C."""
         return self._stops > 0
 
+    @property
+    def _stops(self) -> int:
+        return max(self._told.stops, 0 if self._roster is None else self._roster.told.stops)
+
+    @property
+    def _is_preempted(self) -> bool:
+        return self._told.preempted > 0 or (self._roster is not None and self._roster.told.preempted > 0)
+
     def signal(self, process: int, signum: int) -> bool:
         """Sends a signal to `process` of this host; False when it is not running. From any thread."""
         return any(child.signal(signum) for child in self._children if child.process == process)
@@ -142,7 +148,7 @@ class Launcher:
             ended = self._run_attempt(self._first_attempt + number)
             if isinstance(ended, ExitCode):
                 return ended
-            if self._stops or self._preempted:
+            if self._is_told():
                 self._say("interrupted: all processes are stopped")
                 return ExitCode.INTERRUPTED
             if ended.is_usage:
@@ -199,7 +205,7 @@ class Launcher:
                 raise self._errors.pop()
 
     def _is_told(self) -> bool:
-        return bool(self._stops or self._preempted)
+        return self._stops > 0 or self._is_preempted
 
     def _start(self, attempt: int, hosts: int) -> None:
         here = self._workers.processes
@@ -232,11 +238,15 @@ class Launcher:
 
     def _how_it_ended(self) -> ExitCode:
         """How the job ended with an attempt in which nothing was lost."""
-        codes = [*(child.returncode for child in self._children), *self._codes.values()]
-        if not codes or any(Loss.is_one(code) for code in codes if code is not None):
+        codes = {child.process: child.returncode for child in self._children} | self._codes
+        well = {process for process, code in codes.items() if code is not None and not Loss.is_one(code)}
+        if not codes or len(well) < self._total:
+            if self._is_preempted and codes:
+                missing = first_of([process for process in range(self._total) if process not in well], 5)
+                self._say(f"preempted, but these processes ended before they had saved their last step: {missing}")
             self._say("interrupted: all processes are stopped")
             return ExitCode.INTERRUPTED
-        if ExitCode.PREEMPTED not in codes:
+        if ExitCode.PREEMPTED not in codes.values():
             return ExitCode.OK
         self._say("preempted, state saved: the same command goes on from there")
         return ExitCode.PREEMPTED
@@ -279,11 +289,7 @@ class Launcher:
         return found
 
     def _losses_of(self, roster: Roster, report: Report) -> list[Loss]:
-        if report.kind == "preempted":
-            self.preempt()
-        elif report.kind == "stop":
-            self.stop()
-        elif report.kind == "lost":
+        if report.kind == "lost":
             return [Loss(process=roster.first_process(report.host), returncode=-signal.SIGKILL, why=report.why)]
         self._codes.update(report.ended)
         return [Loss(process=process, returncode=code) for process, code in report.ended if Loss.is_one(code)]
@@ -337,7 +343,7 @@ class Launcher:
     def _stop_all(self) -> None:
         """SIGTERM, and SIGKILL after the grace; a hung JAX process ignores the first (its notifier eats it)."""
         alive = [child for child in self._children if child.signal(signal.SIGTERM)]
-        is_last_save = self._preempted and not self._stops
+        is_last_save = self._is_preempted and not self._stops
         if is_last_save and alive:
             self._say(f"preempted: the processes have {self._policy.preempt_grace_s:g} s to save their last step")
         grace_s = self._policy.preempt_grace_s if is_last_save else self._policy.grace_s
@@ -353,4 +359,4 @@ class Launcher:
         for child in self._children:
             child.reap()
         if self._roster is not None:
-            self._roster.wait_until_stopped(grace_s)
+            self._codes.update(self._roster.wait_until_stopped(grace_s, lambda: self._stops > stops_max))

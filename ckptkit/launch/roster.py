@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from ckptkit.launch.control import Connection, ControlError, Listener
+from ckptkit.launch.policy import ExitCode
+from ckptkit.launch.signals import Told
 from ckptkit.util.clock import Deadline, monotonic_s
 from ckptkit.util.heartbeat import Beats, Saves
 
 SILENCE_S = 5.0  # after which a host is lost: five pings
+_LOOK_S = 0.1
 _STOP_EXTRA_S = 10.0  # for a host to end its workers, beyond their grace
 
 
@@ -52,7 +55,7 @@ class RemoteHost:
 class Report:
     """A report of a host of the job: `ended` workers with their return codes, or that it is `lost`."""
 
-    kind: Literal["ended", "lost", "preempted", "stop"]
+    kind: Literal["ended", "lost"]
     host: RemoteHost
     ended: tuple[tuple[int, int], ...] = ()
     why: str = ""
@@ -60,12 +63,16 @@ class Report:
 
 @final
 class Roster:
-    """Owns the connections to the other agents. `wake` is called from their threads when a report can be taken."""
+    """Owns the connections to the other agents. `wake` is called from their threads when a report can be taken.
+
+    `told`: what signals told the agents of the job. A spare that is told to end leaves, and the job goes on.
+    """
 
     def __init__(
         self, address: tuple[str, int], secret: str, limits: HostLimits, processes: int, wake: Callable[[], None]
     ):
         self.limits = limits
+        self.told = Told()
         self._processes = processes
         self._wake = wake
         self._lock = threading.Condition()
@@ -139,17 +146,27 @@ class Roster:
         for host in hosts:
             host.connection.send({"do": what, **fields})
 
-    def wait_until_stopped(self, grace_s: float) -> None:
-        """Returns once no worker of another host runs. A host that does not report that in time is lost."""
+    def wait_until_stopped(self, grace_s: float, is_cut: Callable[[], bool]) -> dict[int, int]:
+        """Returns once no worker of another host runs, with their return codes; `is_cut` ends the grace.
+
+        A host that does not report that in time is lost: the codes of its workers are missing.
+        """
         deadline = Deadline(grace_s + _STOP_EXTRA_S)
+        has_cut = False
         with self._lock:
             while (left := [host for host in self._hosts if host.attempt is not None]) and not deadline.passed:
-                self._lock.wait(deadline.left_s)
+                if not has_cut and is_cut():
+                    has_cut, deadline = True, Deadline(_STOP_EXTRA_S)
+                    for host in left:
+                        host.connection.send({"do": "stop", "grace_s": 0.0})
+                self._lock.wait(min(_LOOK_S, deadline.left_s))
         for host in left:
             self._lost(host, ControlError("its workers did not end", silent=True))
             host.connection.close()
         with self._lock:
-            self._reports = deque(each for each in self._reports if each.kind in ("preempted", "stop"))
+            codes = {process: code for each in self._reports for process, code in each.ended}
+            self._reports.clear()
+        return codes
 
     def warm_spares(self, modules: Sequence[str]) -> None:
         """Tells hosts what a template of this job imports, as far as they do not know it."""
@@ -196,15 +213,23 @@ class Roster:
                     self._hosts.append(host)
                 else:
                     host.connection.send({"do": "refuse", "why": f"expected --processes {self._processes}"})
-            elif message.get("is") == "ended" and host.attempt == message.get("attempt"):
-                ended = tuple((int(process), int(code)) for process, code in message["ended"])
-                self._reports.append(Report(kind="ended", host=host, ended=ended))
-            elif message.get("is") == "stopped":
-                host.attempt = None
-            elif message.get("is") in ("preempted", "stop"):
-                self._reports.append(Report(kind=message["is"], host=host))
+            elif message.get("is") in ("ended", "stopped"):
+                if host.attempt == message.get("attempt"):
+                    ended = tuple((int(process), int(code)) for process, code in message["ended"])
+                    self._reports.append(Report(kind="ended", host=host, ended=ended))
+                if message["is"] == "stopped":
+                    host.attempt = None
+            elif message.get("is") == "told":
+                self._hear_told(host, Told(int(message["preempted"]), int(message["stopped"])))
             self._lock.notify_all()
         self._wake()
+
+    def _hear_told(self, host: RemoteHost, told: Told) -> None:
+        if host in self._places:
+            self.told.note(told)
+        elif host in self._hosts:
+            self._hosts.remove(host)
+            host.connection.send({"do": "finish", "code": int(ExitCode.INTERRUPTED)})
 
     def _lost(self, host: RemoteHost, error: ControlError) -> None:
         with self._lock:

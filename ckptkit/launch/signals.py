@@ -1,4 +1,4 @@
-"""Signals as calls, for the time of a block."""
+"""Signals as calls, for the time of a block, and what they told an agent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+_FOR_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(slots=True)
+class Told:
+    """How often an agent was told to preempt the job, and to stop it."""
+
+    preempted: int = 0
+    stopped: int = 0
+
+    @property
+    def stops(self) -> int:
+        """How often it was told to stop: who is told again that the job is preempted is to hurry."""
+        return self.stopped + max(0, self.preempted - 1)
+
+    def note(self, other: Told) -> None:
+        """Adds what another agent was told. A scheduler tells all of them the same thing: that is not once more."""
+        self.preempted = max(self.preempted, other.preempted)
+        self.stopped = max(self.stopped, other.stopped)
 
 
 def passed_by(act: Callable[[int], None]) -> dict[signal.Signals, Callable[[], None]]:
@@ -15,11 +36,16 @@ def passed_by(act: Callable[[int], None]) -> dict[signal.Signals, Callable[[], N
 
 @contextmanager
 def signals_mean(acts: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """The signals call the acts in the block. In another thread than the main one nothing changes."""
+    """The signals call the acts in the block. In another thread than the main one nothing changes.
+
+    SIGINT and SIGHUP stay ignored where they are: below `nohup`, or in the background of a script.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {signum: signal.signal(signum, lambda *_, act=act: act()) for signum, act in acts.items()}
+    ignored = [each for each in _FOR_THE_TERMINAL if signal.getsignal(each) == signal.SIG_IGN]
+    taken = {signum: act for signum, act in acts.items() if signum not in ignored}
+    before = {signum: signal.signal(signum, lambda *_, act=act: act()) for signum, act in taken.items()}
     try:
         yield
     finally:

@@ -7,7 +7,17 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptkit.launch.host import WorkerSpec
+_PLACEHOLDERS = ("process", "processes", "coordinator", "attempt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One worker to start: the words of its command, and the variables added to the host's environment."""
+
+    process: int
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    prefix: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +55,11 @@ def specs_of(
             )
         )
     return found
+
+
+def has_placeholders(words: Sequence[str]) -> bool:
+    """Whether the words differ from worker to worker, or from attempt to attempt."""
+    return any(f"{{{name}}}" in word for word in words for name in _PLACEHOLDERS)
 
 
 def filled_in(words: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from typing import Any, final
@@ -24,6 +24,7 @@ _FORK_LIMIT_S = 20.0
 _HEADER = struct.Struct("<I")
 _PR_SET_CHILD_SUBREAPER = 36
 _LAST_WORDS_BYTES = 4096
+_LOOK_S = 0.1
 # A device that a template opens is in every worker, in a state that no driver knows. Workers get the values back.
 _HIDES_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 
@@ -49,18 +50,26 @@ class Standby:
         modules: Sequence[str],
         env: Mapping[str, str],
         *,
+        arguments: Sequence[str] = (),
         prefix: Sequence[str] = (),
     ):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._awaited, self.was_ready = 1, False  # answers of the template; whether it has once imported everything
         self._seen = {name: env.get(name) for name in _HIDES_DEVICES}
         self._socket, theirs = socket.socketpair()
+        self._output_fd = os.memfd_create("ckptkit-template", os.MFD_CLOEXEC)  # a pipe that nobody reads would fill up
         try:
             argv = [*prefix, command.interpreter, *command.options, worker.__file__, "template", str(theirs.fileno())]
-            self._running: Running | None = spawn(argv, {**env, **_HIDES_DEVICES}, fds=[theirs.fileno()])
+            self._running: Running | None = spawn(
+                argv, {**env, **_HIDES_DEVICES}, fds=[theirs.fileno()], output=self._output_fd
+            )
+        except BaseException:
+            os.close(self._output_fd)
+            raise
         finally:
             theirs.close()
-        self._send({"agent": os.getpid(), "command": command.to_json(), "modules": list(modules)})
+        words = {"command": command.to_json(), "arguments": list(arguments)}
+        self._send({"agent": os.getpid(), **words, "modules": list(modules)})
 
     def is_ready(self) -> bool:
         """Whether it has imported everything. Raises `StandbyError` where it never will, or has ended."""
@@ -68,11 +77,14 @@ class Standby:
             self._note_ready(self._receive(Deadline(_FORK_LIMIT_S)))
         return not self._awaited
 
-    def wait_until_ready(self) -> None:
-        """Returns once it has imported everything; raises `StandbyError` where it never will."""
+    def wait_until_ready(self, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Whether it has imported everything: waits for that until `is_over`. Raises `StandbyError` where it never
+        will."""
         deadline = Deadline(IMPORT_LIMIT_S)
-        while self._awaited:
-            self._note_ready(self._receive(deadline))
+        while self._awaited and not is_over():
+            if connection.wait([self._socket], min(_LOOK_S, deadline.left_s)) or deadline.passed:
+                self._note_ready(self._receive(deadline))
+        return not self._awaited
 
     def grow(self, modules: Sequence[str]) -> None:
         """Has it import more modules. It cannot fork until then."""
@@ -109,7 +121,7 @@ class Standby:
             with suppress(ProcessLookupError):
                 os.killpg(self._running.pid, signal.SIGKILL)
             os.waitpid(self._running.pid, 0)
-            os.close(self._running.output_fd)
+            os.close(self._output_fd)
             self._running = None
 
     def _note_ready(self, message: Mapping[str, Any]) -> None:
@@ -147,11 +159,7 @@ class Standby:
 
     def _how_it_ended(self) -> str:
         """The last line that the template printed, where it printed something."""
-        assert self._running is not None
-        os.set_blocking(self._running.output_fd, False)
-        said = b""
-        with suppress(BlockingIOError):
-            while chunk := os.read(self._running.output_fd, 65536):
-                said = (said + chunk)[-_LAST_WORDS_BYTES:]
+        size = os.fstat(self._output_fd).st_size
+        said = os.pread(self._output_fd, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
         lines = said.decode(errors="replace").split("\n")
         return "the template ended" + next((f": {line}" for line in reversed(lines) if line.strip()), "")

@@ -36,7 +36,6 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7  # the stacks of all threads go to stderr; a j
 _FDS_MAX = 250
 _HEADER = struct.Struct("<I")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_THREADS_OF = ("numpy",)  # OpenBLAS ends its threads before a fork, and starts them again after it
 _ADOPTION_S = 10.0
 _LISTENER_S = 30.0
 
@@ -229,45 +228,12 @@ class _Recorder:
             os.write(self._fd, name.encode() + b"\n")
 
 
-class _ThreadCounter:
-    """A finder that counts the threads which modules of `_THREADS_OF` start while they are imported."""
-
-    def __init__(self):
-        self.started = 0
-        self._depth = 0
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec that the other finders find, with a loader that counts."""
-        del path, target
-        if name.split(".")[0] not in _THREADS_OF or self._depth:
-            return None
-        self._depth += 1
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._depth -= 1
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            self._depth += 1
-            before = len(os.listdir("/proc/self/task"))
-            try:
-                execute(module)
-            finally:
-                self._depth -= 1
-                self.started += len(os.listdir("/proc/self/task")) - before
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
 class _Template:
     """The process that has imported what the job imports, and forks workers that begin there."""
 
     def __init__(self, agent: socket.socket):
         self._socket = agent
+        self._watches = _neighbour("import_watch")
         self._threads = 1
         self._files: dict[str, tuple[int, int]] = {}
         self._open_before: frozenset[str] = frozenset()
@@ -277,6 +243,7 @@ class _Template:
         setup, _ = self._receive()
         _die_with(setup["agent"])
         _enter(setup["command"])
+        sys.argv = [setup["command"]["target"], *setup["arguments"]]
         self._open_before = _open_files()
         self._import(setup["modules"])
         while True:
@@ -298,19 +265,23 @@ class _Template:
         """Imports modules and reports that. Ends the process where it may not be forked any more."""
         started_s = time.monotonic()
         failed = []
-        counter = _ThreadCounter()
+        lost = self._watches.Lost()
+        watch = self._watches.ImportWatch(lost)
         threads = self._threads
-        sys.meta_path.insert(0, counter)
+        sys.meta_path.insert(0, watch)
         for name in names:
+            if name in sys.modules:
+                continue
             try:
                 importlib.import_module(name)
             except BaseException as error:  # noqa: BLE001  what a module raises here it will raise in the worker too
                 failed.append(f"{name}: {type(error).__name__}")
-            self._threads = threads + counter.started
-            if (reason := self._why_not()) is not None:
+            self._threads = threads + watch.started
+            if (reason := self._why_not() or lost.what) is not None:
                 self._send({"unsafe": f"importing {name}: {reason}", "culprit": name})
                 os._exit(0)
-        sys.meta_path.remove(counter)
+        lost.end()
+        sys.meta_path.remove(watch)
         gc.collect()
         gc.freeze()  # a collection in a worker would copy every page that it marks
         self._files = _files_of_modules()
@@ -419,6 +390,16 @@ class _Template:
                 os._exit(0)
             body += chunk
         return body
+
+
+def _neighbour(name: str) -> types.ModuleType:
+    """A module in the folder of this file, which is not in the path."""
+    spec = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _open_files() -> frozenset[str]:

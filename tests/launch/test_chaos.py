@@ -26,6 +26,7 @@ from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
 from ckptkit.launch.harm import FullDisk, LocalBucket, emptied, flipped
 from ckptkit.launch.status import AttachedJob, write_status
 from ckptkit.util.clock import time_text
+from tests.launch.test_launcher import wait_until
 from tests.mounts import Mounts
 
 AT_THE_END = "the job ended without a loss"
@@ -300,6 +301,32 @@ def test_running_job_is_hit_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFix
     assert job.returncode == 0, said
     assert "was lost (SIGKILL)" in said
     assert [(tmp_path / "job" / f"saved-{process}").read_text() for process in (0, 1)] == ["40", "40"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_campaign_that_is_ended_ends_its_lasting_fault(tmp_path: Path, signum: int) -> None:
+    """A worker would stay frozen, or a disk full, after the end of the command: the job would hang without a reason."""
+    status = tmp_path / "status.json"
+    endless = Path(script(tmp_path))
+    endless.write_text(endless.read_text().replace("while count < 40:", "while True:"))
+    words = ["run", "--cold", "--status", str(status), "--", sys.executable, str(endless), str(tmp_path / "job")]
+    with subprocess.Popen([sys.executable, "-m", "ckptkit.cli", *words], stdout=subprocess.DEVNULL) as job:
+        assert wait_until(lambda: status.exists() and "newest_attempt_with_steps" in status.read_text())
+        (worker,) = json.loads(status.read_text())["workers"]
+        words = ["chaos", "--attach", str(status), "--kind", "freeze:1", "--for", "600", "--mtbf", "0.01"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "ckptkit.cli", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as campaign:
+            assert wait_until(lambda: is_stopped(worker["pid"]))
+            campaign.send_signal(signum)
+            said = campaign.communicate(timeout=60)[1]
+        assert campaign.returncode == 130, said
+        assert not is_stopped(worker["pid"])
+        job.send_signal(signal.SIGTERM)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_processes_that_are_not_of_the_job_are_left_alone(tmp_path: Path) -> None:

@@ -297,6 +297,54 @@ def test_process_that_is_not_safe_to_fork_is_not_forked(kind: str, tmp_path: Pat
     assert named.said == []
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import random\nrandom.seed(7)\nseen = lambda: random.random()", "it seeds random"),
+        ("import numpy\nnumpy.random.seed(7)\nseen = lambda: numpy.random.rand()", "it seeds numpy.random"),
+        (
+            "import os\nRANK = os.environ.get('CKPTKIT_PROCESS', '0')\nseen = lambda: RANK",
+            "it looks for CKPTKIT_PROCESS",
+        ),
+        ("import sys\nARGUMENTS = sys.argv[1:]\nseen = lambda: ARGUMENTS", None),
+    ],
+)
+def test_module_that_asks_or_seeds_while_it_is_imported_gives_what_a_cold_start_gives(
+    tmp_path: Path, code: str, reason: str | None
+) -> None:
+    """All workers would take themselves for process 0, or a run that was seeded would not be the same again."""
+    write(tmp_path / "mine.py", code)
+    words = [PYTHON, write(tmp_path / "s.py", "import mine\nprint(mine.seen(), flush=True)"), "--steps", "5"]
+    cold, warm = (
+        Job(words, processes=2, warm=WarmStart(preload=("json", "mine"), is_cold=is_cold)) for is_cold in (True, False)
+    )
+    assert cold.run() == warm.run() == ExitCode.OK
+    assert sorted(warm.texts) == sorted(cold.texts)
+    assert ran_cold(warm) == (reason is not None)
+    assert reason is None or any(f"importing mine: {reason}" in line for line in warm.said), warm.said
+
+
+def test_template_that_says_much_does_not_wait_for_a_reader(tmp_path: Path) -> None:
+    """A module that warns in a loop would fill the pipe: the job would wait for five minutes, then start cold."""
+    write(tmp_path / "chatty.py", "for _ in range(20_000):\n    print('x' * 100)")
+    script = write(tmp_path / "s.py", "import chatty")
+    job = Job([PYTHON, script], warm=WarmStart(preload=("chatty",)))
+    assert job.run() == ExitCode.OK
+    assert not ran_cold(job)
+
+
+def test_job_can_be_stopped_while_its_template_imports(tmp_path: Path) -> None:
+    """Ctrl-C would seem to be ignored for as long as the imports take, up to five minutes."""
+    begun = tmp_path / "begun"
+    write(tmp_path / "slow.py", f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(200)")
+    job = Job([PYTHON, write(tmp_path / "s.py", "import slow")], warm=WarmStart(preload=("slow",)))
+    start_s = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: wait_until(begun.exists) and job.launcher.stop())
+        assert job.run() == ExitCode.INTERRUPTED
+    assert time.monotonic() - start_s < 100.0, "half of the import"
+
+
 def test_workers_draw_different_numbers(tmp_path: Path) -> None:
     """Workers of one template would shuffle alike, and write files of the same name over each other."""
     code = (
@@ -382,6 +430,38 @@ def test_killed_agent_takes_forked_workers_and_template_with_it(tmp_path: Path) 
     with suppress(ChildProcessError):  # this process may be their reaper
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+@pytest.mark.parametrize("is_cold", [True, False])
+def test_sigterm_is_for_the_worker_and_not_for_its_helpers(tmp_path: Path, is_cold: bool) -> None:
+    """The data loader's processes would be gone before the last save: the worker would fail, and the step be lost."""
+    code = (
+        "import os, signal, subprocess, sys, time\n"
+        "helper = subprocess.Popen(['sleep', '60'])\n"
+        "def save(*_):\n"
+        "    time.sleep(0.3)\n"
+        "    print('helper', helper.poll(), flush=True)\n"
+        "    sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    job = Job([PYTHON, write(tmp_path / "s.py", code)], warm=WarmStart(preload=("json",), is_cold=is_cold))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: wait_until(lambda: "up" in job.texts) and job.launcher.preempt())
+        assert job.run() == ExitCode.PREEMPTED
+    assert job.texts == ["up", "helper None"]
+
+
+def test_sigterm_reaches_a_worker_behind_a_wrapper(tmp_path: Path) -> None:
+    """A shell passes no signal on: the worker would be killed without its last save."""
+    code = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nprint('up', flush=True)\n"
+    script = write(tmp_path / "s.py", f"{code}time.sleep(60)\n")
+    shell = 'trap : TERM\n"$0" "$1" &\nwait $!; wait $!; exit $?'
+    job = Job(["sh", "-c", shell, PYTHON, script])
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: wait_until(lambda: "up" in job.texts) and job.launcher.preempt())
+        assert job.run() == ExitCode.PREEMPTED
 
 
 def held() -> tuple[int, int, int]:
