@@ -116,7 +116,12 @@ MEMORY = size(
 )
 MAP = click.option("--map", "map_path", metavar="FILE", help="Rules that rename, split, stack, transpose (TOML).")
 TIERS = click.option(
-    "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
+    "--tier",
+    "tiers",
+    multiple=True,
+    metavar="PATH",
+    type=Parsed("path", lambda text: text.removeprefix("file://")),
+    help="A fast tier's path on this host; may be repeated.",
 )
 HOST_ID = click.option("--host-id", metavar="ID", help="The host whose slots are read [default: this machine's name].")
 STEP_PREFIX = click.option(

@@ -239,12 +239,18 @@ class Resumer:
                     *(each.save_id.step, each.reason, restored.save_id.step),
                 )
         rejected = [each for each in self._restorer.rejected if not each.is_incomplete]
-        repair = history.inventory.repair_command
-        if rejected:
+        repair = on_each_host(history.inventory.repair_command)
+        if rejected and self._settings.options.read_only:
+            _log.warning(
+                "restore: step %d was read. Newer steps were rejected: %s%s",
+                *(restored.save_id.step, _shown(rejected)),
+                f". To repair them, run {repair}" if any(each.is_damage for each in rejected) else "",
+            )
+        elif rejected:
             _log.warning(
                 "restore: the run continues from step %d. Newer steps were rejected: %s. The next save abandons them%s",
                 *(restored.save_id.step, _shown(rejected)),
-                f". To repair them, stop this job before that, run {on_each_host(repair)}, and start it again"
+                f". To repair them, stop this job before that, run {repair}, and start it again"
                 if any(each.is_damage for each in rejected)
                 else "",
             )
@@ -253,7 +259,7 @@ class Resumer:
             _log.warning(
                 "restore: step %d is damaged in the durable tier, and other copies replaced what is damaged. Repair it "
                 "while they exist, %s",
-                *(restored.save_id.step, on_each_host(repair)),
+                *(restored.save_id.step, repair),
             )
         return self._given(restored, rejected, began, self._components.storage.durable.directory)
 

@@ -30,8 +30,10 @@ def test_bucket_is_accepted_as_root(ckpt: Run, server: BucketServer, tmp_path: P
             manager.save(step, args=save_args(make_state(step), step))
             manager.wait_until_finished()
     found = json.loads(ckpt("steps", ROOT, "--tier", ram, "--host-id", HOST, "--json").out)
-    held = {entry["step"]: [tier["tier"] for tier in entry["tiers"]] for entry in found["steps"]}
-    assert held == {0: ["durable"], 1: [ram], 2: [ram, "durable"], 3: [ram]}
+    by_url = json.loads(ckpt("steps", ROOT, "--tier", f"file://{ram}", "--host-id", HOST, "--json").out)
+    for each in (found, by_url):
+        held = {entry["step"]: [tier["tier"] for tier in entry["tiers"]] for entry in each["steps"]}
+        assert held == {0: ["durable"], 1: [ram], 2: [ram, "durable"], 3: [ram]}
     assert {entry["state"] for entry in found["steps"]} == {"committed"}
     durable = {entry["step"]: tier for entry in found["steps"] for tier in entry["tiers"] if tier["tier"] == "durable"}
     assert durable[2]["bytes"] == gcsfs.GCSFileSystem().du(f"{BUCKET}/run/2")

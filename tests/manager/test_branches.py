@@ -98,6 +98,19 @@ def test_step_with_a_damaged_sidecar_can_be_saved_again(run: Run) -> None:
         assert_same(manager.restore(None)["state"], make_state(33))
 
 
+def test_reader_of_a_damaged_step_is_not_told_to_stop_its_job(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """An evaluator saves nothing: no save of it abandons a step, and its owner need not stop it for a repair."""
+    run.save_steps(range(1, 4), tiers=False, save_every=1)
+    (sidecar,) = (run.durable / "3" / "state").rglob("process-0.json")
+    sidecar.write_bytes(b"{")
+    with run.manager(tiers=False, read_only=True) as reader:
+        assert reader.restore(None)["data"] == {"step": 2}
+    assert "restore: step 2 was read. Newer steps were rejected: step 3 " in caplog.text
+    assert f"To repair them, run on each host: `ckptkit scrub {run.durable} --repair`" in caplog.text
+    assert "abandons" not in caplog.text
+    assert "stop this job" not in caplog.text
+
+
 def test_branch_is_found_below_many_abandoned_steps(run: Run) -> None:
     """Only the highest steps would be looked at, and the newest committed one be lost."""
     run.save_steps(range(10, 31), tiers=False, save_every=1)
