@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -118,15 +118,23 @@ class _Borrowed:
 
     was_ready = True
 
-    def __init__(self, command: object, modules: object, env: Mapping[str, str], *, prefix: Sequence[str] = ()):
+    def __init__(
+        self,
+        command: object,
+        modules: object,
+        env: Mapping[str, str],
+        *,
+        arguments: object = (),
+        prefix: Sequence[str] = (),
+    ):
         assert not prefix, "workers with words before their command need their own template"
         self._env = env
 
     def is_ready(self) -> bool:
         return True
 
-    def wait_until_ready(self) -> None:
-        _template().wait_until_ready()
+    def wait_until_ready(self, is_over: Callable[[], bool]) -> bool:
+        return _template().wait_until_ready(is_over)
 
     def fork(self, orders: Sequence[Mapping[str, Any]], files: Sequence[Sequence[int]]) -> list[Running]:
         return _template().fork(
