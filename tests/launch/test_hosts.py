@@ -348,6 +348,7 @@ def test_spare_that_is_told_to_end_leaves_and_the_job_goes_on(agents: Agents) ->
         agents.start(rank, nnodes="2")
     agents.wait_up(0, 4)
     spare = next(rank for rank in (1, 2) if " up 0 " not in agents.log(rank))
+    assert wait_until(lambda: catches(agents.agents[spare].pid, signal.SIGTERM))
     agents.agents[spare].send_signal(signal.SIGTERM)
     assert agents.agents.pop(spare).wait(timeout=60) == 130
     agents.finish()
