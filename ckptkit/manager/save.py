@@ -27,6 +27,7 @@ from ckptkit.save.records import Admission, Ticket
 from ckptkit.snapshot.copying import transfer_bytes
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems, abstract_items, as_it_is, save_items
+from ckptkit.snapshot.json_values import require_json, require_json_dict
 from ckptkit.snapshot.shards import PINNED
 from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
 from ckptkit.util import unproven
@@ -150,6 +151,8 @@ class Saver:
         if step < 0:
             raise ValueError(f"step {step} cannot be saved: steps are 0 or more")
         _check_names(request.args)
+        if not request.args and not self._keeps_metrics(request):
+            raise ValueError(f"step {step} has no item to save: give args an item, as ocp.args.Composite(state=...)")
         reached = self._reached_preemption(step)
         due = self._due(step, force=force, reached=reached)
         if request.last is not None:
@@ -157,6 +160,7 @@ class Saver:
         if not due:
             return False
         self._pipeline.outcomes.health.raise_if_overdue(step)
+        self._require_json(request)
         metrics, custom_metadata = as_it_is(request.metrics), as_it_is(request.custom_metadata)
         request = replace(request, metrics=metrics, custom_metadata=custom_metadata)
         if (
@@ -196,6 +200,20 @@ class Saver:
             with call.spans.measured("checkpointer_blocking"):
                 self._begin(ticket, captured, due, request, turn, call)
         return True
+
+    def _keeps_metrics(self, request: Request) -> bool:
+        """Whether the metrics of a request are stored, as an item."""
+        kept = self._options.best_fn is not None and not self._options.prevent_write_metrics
+        return kept and request.metrics is not None
+
+    def _require_json(self, request: Request) -> None:
+        """Raises the errors of values that are stored as JSON, which would else end the save in the background."""
+        if self._keeps_metrics(request):
+            require_json(request.metrics, "metrics")
+        require_json_dict(request.custom_metadata, "custom_metadata")
+        for name, arg in request.args.items():
+            if isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave) and arg.custom_metadata is not None:
+                require_json(arg.custom_metadata, f"custom_metadata of item {name!r}")
 
     def _may_repeat(self, request: Request, there: Sequence[StepRecord]) -> bool:
         """Whether a step that was saved is saved again: with `force`, one that only fast tiers hold. A script that
@@ -258,11 +276,10 @@ class Saver:
             (self._no_files if found is None else as_files).add(name)
             return found
 
-        kept_metrics = self._options.best_fn is not None and not self._options.prevent_write_metrics
         held = save_items(
             request.args,
             default_item=request.default_item,
-            metrics=request.metrics if kept_metrics else None,
+            metrics=request.metrics if self._keeps_metrics(request) else None,
             custom_metadata=request.custom_metadata,
             write_files=write_files,
         )
@@ -275,7 +292,7 @@ class Saver:
             return captured, self._durable_only(request.step, held, due)
         description = self._pipeline.describe(held.trees, held.files, held.chunk_bytes)
         if DURABLE in due and not foreign:
-            refuse_empty_arrays(description)
+            refuse_empty_arrays(description, held)
         return _Captured(held=held, description=description, foreign=foreign), due
 
     def _durable_only(self, step: int, item: str, due: frozenset[str]) -> frozenset[str]:
@@ -323,10 +340,18 @@ def _refuse_unordered(options: Any, metrics: Any) -> None:
         _ = value < value  # as sorting will ask
 
 
-def refuse_empty_arrays(description: Description) -> None:
-    """Orbax's steps cannot hold them: `save` raises this, instead of a failure in the background."""
-    records = [source.record for sources in description.items.values() for source in sources]
+def refuse_empty_arrays(description: Description, items: SaveItems) -> None:
+    """Orbax's steps cannot hold them: `save` raises this, instead of a failure in the background. An empty file of a
+    handler is written as a file."""
+    records = [source.record for name in description.items.keys() - items.files for source in description.items[name]]
     refuse_unwritable(records)
-    empty = [record.name for record in records if record.kind == "jax" and 0 in record.shape]
+    empty = [record.name for record in records if 0 in record.shape]
+    empty += [name for name, arg in items.durable.items() if _is_empty_array(arg)]
     if empty:
         raise ValueError(f"arrays without elements cannot be saved to the durable tier: {', '.join(sorted(empty))}")
+
+
+def _is_empty_array(arg: Any) -> bool:
+    """Whether a small item of arrays has one without elements."""
+    kinds = ocp.args.ArraySave | ocp.args.JaxRandomKeySave | ocp.args.NumpyRandomKeySave
+    return isinstance(arg, kinds) and any(0 in getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(arg.item))
