@@ -11,8 +11,8 @@ _KEYS = str | int | float | bool | None  # of a dict: JSON makes text of them
 
 
 def require_json(value: Any, name: str) -> None:
-    """Raises the error of JSON's encoder (TypeError, ValueError) if `value`, which the caller knows as `name`, cannot be
-    stored as JSON. The message names the first key or value that does not fit. Cost: encodes `value` once."""
+    """Raises the error of JSON's encoder (TypeError, ValueError) if `value` cannot be stored as JSON. `name` is what
+    the caller gave it as. The message names the first key or value that does not fit. Cost: encodes `value` once."""
     if (why := _problem(value)) is not None:
         kind = TypeError if isinstance(why, TypeError) else ValueError
         raise kind(f"{_place(value, name)} cannot be stored as JSON: {why}; {_FIT}")
@@ -24,7 +24,7 @@ def require_json_dict(value: Any, name: str) -> None:
     if value is None:
         return
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is a {type(value).__name__}, not a dict; give a dict whose keys are text")  # noqa: TRY004  Orbax's
+        raise ValueError(f"{name} is a {type(value).__name__}, not a dict; give a dict whose keys are text")
     if others := [key for key in value if not isinstance(key, str)]:
         raise ValueError(f"{name} has the key {others[0]!r}, a {type(others[0]).__name__}: its keys are text")
     require_json(value, name)

@@ -44,7 +44,9 @@ def refused(root: Path, error: type[Exception], match: str, given: Any, **more: 
 @pytest.mark.parametrize("leaf", [empty, jnp.zeros((0, 3)), no_keys], ids=["numpy", "jax", "keys"])
 def test_leaf_without_elements_is_refused(tmp_path: Path, kind: Any, leaf: Any) -> None:
     """A step would be committed that stock Orbax cannot read."""
-    refused(tmp_path, ValueError, "without elements cannot be saved to the durable tier: e$", kind({**state, "e": leaf}))
+    refused(
+        tmp_path, ValueError, "without elements cannot be saved to the durable tier: e$", kind({**state, "e": leaf})
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,9 +83,9 @@ def test_nodes_without_leaves_are_read_by_stock_orbax(tmp_path: Path, kind: Any)
 def test_save_of_no_item_is_refused(tmp_path: Path) -> None:
     """A step without items would be committed, and every restore would call it damaged."""
     refused(tmp_path, ValueError, r"step 0 has no item to save: give args an item", args.Composite())
-    with ckptkit.CheckpointManager(tmp_path / "legacy", {"state": ocp.PyTreeCheckpointer()}) as manager:
-        with pytest.raises(ValueError, match="step 0 has no item"):
-            manager.save(0, items={})
+    legacy = ckptkit.CheckpointManager(tmp_path / "legacy", {"state": ocp.PyTreeCheckpointer()})
+    with legacy as manager, pytest.raises(ValueError, match="step 0 has no item"):
+        manager.save(0, items={})
 
 
 def test_step_of_metrics_alone_is_saved_as_in_orbax(tmp_path: Path) -> None:
