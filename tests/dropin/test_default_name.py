@@ -71,9 +71,9 @@ def test_manager_without_names_reads_the_item_default_alone(tmp_path: Path, libr
     """A manager that knows nothing of the step's names would take a `Composite` that Orbax refuses."""
     with ckptkit.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=composite(alone=False))
-    with library.CheckpointManager(tmp_path) as manager:
-        with pytest.raises(ValueError, match="Cannot provide `args` of type `Composite`"):
-            manager.restore(0, args=args.Composite(default=args.StandardRestore(tree)))
+    unnamed = pytest.raises(ValueError, match="Cannot provide `args` of type `Composite`")
+    with library.CheckpointManager(tmp_path) as manager, unnamed:
+        manager.restore(0, args=args.Composite(default=args.StandardRestore(tree)))
     with library.CheckpointManager(tmp_path) as manager:
         assert described(manager.restore(0, args=args.StandardRestore(tree))) == {"w": [0.0, 1.0, 2.0]}
 
