@@ -452,7 +452,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return own_method(self, CheckpointManager, name)
 
     def _own_latest_step(self) -> int | None:
-        """The step that a subclass calls the latest; None if it is ours or agrees, so that damage has a fallback."""
+        """The latest step of a subclass; None if the method is ours, or agrees with it: damage has a fallback then."""
         latest_step = self._own("latest_step")
         if latest_step is None or (found := latest_step()) == self._ledger.latest_step():
             return None
@@ -470,7 +470,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     @property
     def _is_inside(self) -> bool:
-        """Whether `save` or `close` on this thread asks a subclass, which calls our method."""
+        """Whether this thread is in `save` or `close`: a method of a subclass then calls ours."""
         return self._inside_thread == threading.get_ident()
 
     @contextmanager

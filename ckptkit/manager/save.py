@@ -157,9 +157,7 @@ class Saver:
             return False
         if step < 0:
             raise ValueError(f"step {step} cannot be saved: steps are 0 or more")
-        _check_names(request.args)
-        if not request.args and not self._keeps_metrics(request):
-            raise ValueError(f"step {step} has no item to save: give args an item, as ocp.args.Composite(state=...)")
+        self._check_items(request)
         reached = self._reached_preemption(step, call.own)
         due = told or self._due(step, call.own, force=force, reached=reached)
         if request.last is not None:
@@ -237,6 +235,14 @@ class Saver:
         """Whether a subclass lists a step that we do not: Orbax then takes it for one that exists."""
         all_steps = own("all_steps")
         return all_steps is not None and step in all_steps() and step not in self._ledger.steps()
+
+    def _check_items(self, request: Request) -> None:
+        """Raises ValueError for items that would be committed, and that no restore would find."""
+        _check_names(request.args)
+        if not request.args and not self._keeps_metrics(request):
+            raise ValueError(
+                f"step {request.step} has no item to save: give args an item, as ocp.args.Composite(state=...)"
+            )
 
     def _keeps_metrics(self, request: Request) -> bool:
         """Whether the metrics of a request are stored, as an item."""
