@@ -33,7 +33,7 @@ def staged(args: Any, item: str, kept: StagingMemory) -> HostTreeSave | None:
         return None
     description = describe_items(captured.trees, chunk_bytes=captured.chunk_bytes)
     records = [source.record for source in description.items[item]]
-    if any(record.kind == "jax" and 0 in record.shape for record in records):
+    if any(0 in record.shape for record in records):
         return None  # Orbax refuses it, and names the leaf
     refuse_unwritable(records)
     memory = kept.take(description.slot_bytes)

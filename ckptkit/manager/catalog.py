@@ -68,6 +68,10 @@ class Catalog:
             arena.forget_step(step)
             self._history.ledger.keep_only(name, arena.held())
 
+    def name_items(self) -> None:
+        """From now on every item has a name, also one called `default`: the newer API has no other items."""
+        self._storage.durable.stock.lock_default_item(False)
+
     def recorded_items(self, step: int | None) -> RecordedItems | None:
         """The items of a step (None: of the newest one) as the step records them. None where there is no such step.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Unpack
 
 import jax
@@ -15,7 +16,7 @@ import orbax.checkpoint as ocp
 from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of_job
 from ckptkit.durable.orbax.monitoring import OrbaxMonitoring
 from ckptkit.durable.signatures import TrustedKey
-from ckptkit.errors import SaveFailedError
+from ckptkit.errors import SaveFailedError, StepNotFoundError
 from ckptkit.events import EventLog, default_log
 from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
@@ -24,12 +25,12 @@ from ckptkit.manager.catalog import Catalog
 from ckptkit.manager.last_step import LastStep
 from ckptkit.manager.log_lines import log_events
 from ckptkit.manager.monitoring import monitor_events
-from ckptkit.manager.orbax_compat import Began, save_entry, saved_step_number, step_number
+from ckptkit.manager.orbax_compat import Began, own_method, save_entry, saved_step_number, step_number
 from ckptkit.manager.preemption import LastSaver
 from ckptkit.manager.restore import Resumer
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.run_account import RunAccount
-from ckptkit.manager.save import Request, Saver
+from ckptkit.manager.save import Call, Request, Saver
 from ckptkit.manager.scrub import Scrubber
 from ckptkit.manager.settings import DeprecatedKeywords, Settings, check_types, option_records
 from ckptkit.model.durable_profile import DurableProfile
@@ -142,6 +143,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         exit_drain.add(self._pipeline.under_way, processes.close_timeout_s)
         self.inner = self._catalog = Catalog(self._components, self._resumer, self._calls)
         self._closed = False
+        self._inside_thread: int | None = None
         self._saved_s: float | None = None  # when the last save began, monotonic
         self._account.opened(jax.process_index(), self._durable.url, self._settings.tiers, self._ledger.steps())
 
@@ -184,7 +186,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `restore_async`.
         """
         began, step = Began(), saved_step_number(step)
-        with self._account.saving(step, self._pipeline.under_way) as account, self._saver.entered(step) as call:
+        with self._account.saving(step, self._pipeline.under_way) as account, self._entered(step) as call:
             self._resumer.refuse_while_pending("save")
             self._pipeline.outcomes.raise_failure(in_save=True)
             by_name, default_item = self._durable.stock.save_args(items, save_kwargs, args)
@@ -225,7 +227,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Whether `save(step)` would take the step for any tier. All processes ask together, as with `save`."""
         step = step_number(step)
         self._account.called(step, "should_save")
-        return self._saver.is_due(step)
+        return self._saver.is_due(step, self._own)
 
     def restore(
         self,
@@ -269,7 +271,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             )
         with self._account.restoring(self._resumer.waiting_text):
             with self._calls.entered("restore") as about:
-                step = step_number(step)
+                step = step_number(self._own_latest_step() if step is None and directory is None else step)
                 self._resumer.refuse_while_pending("restore")
                 known = step if directory is None else None
                 wanted = self._resumer.wanted(known, items, restore_kwargs, args)
@@ -293,7 +295,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         began = Began()
         with self._account.restoring(self._resumer.waiting_text), self._calls.entered("restore") as about:
-            step = step_number(step)
+            step = step_number(self._own_latest_step() if step is None else step)
             self._resumer.refuse_while_pending("restore_async")
             wanted = self._resumer.wanted(step, None, None, args)
             key = None if trusted is None else TrustedKey(trusted)
@@ -339,7 +341,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return
         with self._calls.entered("delete") as about:
             self._resumer.refuse_while_pending("delete")
-            step = step_number(step)
+            step, all_steps = step_number(step), self._own("all_steps")
+            if all_steps is not None and step in self._ledger.steps() and step not in all_steps():
+                raise StepNotFoundError(f"step {step} is not in all_steps(); it cannot be deleted", step=step)
         self._catalog.delete(step, about)
 
     def item_metadata(self, step: int) -> Any:
@@ -366,8 +370,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         All processes call it once per step; the answer is the same on all. Always False without `jax.distributed`.
         """
-        self._account.called(step_number(step), "reached_preemption")
-        self._last_saver.pace.asked(clock.monotonic_s())
+        if not self._is_inside:
+            self._account.called(step_number(step), "reached_preemption")
+            self._last_saver.pace.asked(clock.monotonic_s())
         return self._durable.stock.orbax.reached_preemption(step)
 
     def is_saving_in_progress(self) -> bool:
@@ -376,6 +381,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def wait_until_finished(self) -> None:
         """Waits until every save that was taken is in all its tiers; raises `SaveFailedError` if one is not."""
+        if self._is_inside:  # for a subclass: `save` or `close` is accounted, and `save` raises fewer failures
+            self._pipeline.wait()
+            self._pipeline.outcomes.raise_failure(in_save=not self._closed)
+            return
         with self._account.waiting(self._pipeline.under_way):
             self._pipeline.wait()
         self.check_for_errors()
@@ -418,6 +427,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             self._pipeline.wait()
             if not self._options.read_only and not self._last_step.make_durable(self._stall_s):
                 join_s = _JOIN_S
+            elif (own_wait := self._own("wait_until_finished")) is not None:
+                with self._inside():
+                    own_wait()
 
     @property
     def _stall_s(self) -> float:
@@ -433,6 +445,38 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             for arena in self._components.storage.arenas.values():
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
+
+    # As in Orbax, a subclass answers what `save`, `restore(None)`, `delete` and `close` ask of the manager itself.
+
+    def _own(self, name: str) -> Callable[..., Any] | None:
+        return own_method(self, CheckpointManager, name)
+
+    def _own_latest_step(self) -> int | None:
+        """The latest step of a subclass; None if the method is ours, or agrees with it: damage has a fallback then."""
+        latest_step = self._own("latest_step")
+        if latest_step is None or (found := latest_step()) == self._ledger.latest_step():
+            return None
+        if found is None:
+            raise StepNotFoundError(f"latest_step() is None for {self.directory}: no step to restore")
+        return found
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._inside_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._inside_thread = None
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether this thread is in `save` or `close`: a method of a subclass then calls ours."""
+        return self._inside_thread == threading.get_ident()
+
+    @contextmanager
+    def _entered(self, step: int) -> Iterator[Call]:
+        with self._saver.entered(step, self._own) as call, self._inside():
+            yield call
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -180,7 +180,6 @@ def _refuses(ballot: list[Any]) -> bool:
 def _share_of(manifest: Manifest, slot: Slot, *, standard: set[str]) -> _Share:
     """The records that a save of this content would have handed on, from its manifest alone."""
     description = _description_of(manifest)
-    refuse_empty_arrays(description)
     small = {name: each for name, each in manifest.inline.items() if name not in manifest.arrays}
     metrics = small.pop(METRICS_ITEM)["value"] if small.get(METRICS_ITEM, {}).get("kind") == "metrics" else None
     items = SaveItems(
@@ -191,6 +190,7 @@ def _share_of(manifest: Manifest, slot: Slot, *, standard: set[str]) -> _Share:
         tree_words={name: {"standard": name in standard} for name in manifest.trees},
         files={name: manifest.inline[name]["handler"] for name in manifest.arrays.keys() - manifest.trees.keys()},
     )
+    refuse_empty_arrays(description, items)
     save = Save(
         ticket=Ticket(name=f"close.{manifest.save_id}", save_id=manifest.save_id),
         items=items,

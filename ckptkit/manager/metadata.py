@@ -118,7 +118,7 @@ class MetadataIndex:
         trees = {name: _tree_metadata(manifests, name) for manifest in manifests for name in manifest.trees}
         small = {n: None for m in manifests for n, stored in m.inline.items() if stored["kind"] != STRUCTURE}
         items = {**small, **trees}
-        default_item = set(items) - {METRICS_ITEM} == {DEFAULT_ITEM}
+        default_item = set(items) - {METRICS_ITEM} == {DEFAULT_ITEM} and self._durable.stock.default_item is not False
         return step_metadata(
             item_metadata=items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items),
             metrics=_metrics_in(manifests) or {},

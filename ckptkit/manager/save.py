@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -18,7 +18,7 @@ from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.events import Kind
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import abstract_slot_bytes
-from ckptkit.manager.orbax_compat import Spans
+from ckptkit.manager.orbax_compat import Own, Spans, nothing_own
 from ckptkit.manager.settings import Settings
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
@@ -27,6 +27,7 @@ from ckptkit.save.records import Admission, Ticket
 from ckptkit.snapshot.copying import transfer_bytes
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems, abstract_items, as_it_is, save_items
+from ckptkit.snapshot.json_values import require_json, require_json_dict
 from ckptkit.snapshot.shards import PINNED
 from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
 from ckptkit.util import unproven
@@ -62,10 +63,11 @@ class Request:
 
 @dataclass(slots=True)
 class Call:
-    """One call of `save`. `name` is that of its barriers; `handed_over`: the pipeline votes on it; `spans` are for
-    Orbax's logger."""
+    """One call of `save`. `name` is that of its barriers; `own` finds the methods of a subclass; `handed_over`: the
+    pipeline votes on it; `spans` are for Orbax's logger."""
 
     name: str
+    own: Own = nothing_own
     handed_over: bool = False
     spans: Spans = field(default_factory=Spans)
 
@@ -100,13 +102,15 @@ class Saver:
         self._metadata_index = components.history.metadata_index
         self._pipeline = components.pipeline
         self._pinned = settings.saving.staging == PINNED
+        self._waits = settings.saving.durable_busy == "wait"
+        self._answered: frozenset[str] = frozenset()  # to the last `is_due`
         self._said: set[str] = set()  # items reported as not held by fast tiers
         self._no_files: set[str] = set()  # items whose handlers write what is not made of files alone
 
     @contextmanager
-    def entered(self, step: int) -> Iterator[Call]:
+    def entered(self, step: int, own: Own = nothing_own) -> Iterator[Call]:
         """A call of `save`, from its first line on: where it raises, the other processes drop the save at once."""
-        call = Call(self._branch.enter(step))
+        call = Call(self._branch.enter(step), own)
         self._pipeline.slots.go_on()  # the step after a restore is done
         self._decider.begin(call.name)
         try:
@@ -116,13 +120,14 @@ class Saver:
                 self._pipeline.run(self._pipeline.veto(call.name, error))
             raise
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, own: Own = nothing_own) -> bool:
         """Whether an un-forced save of `step` would be taken for any tier."""
         self._pipeline.slots.go_on()
         self._decider.begin("asked." + self._branch.enter(step, "should_save"))
-        return self._decider.refusal(step, last=self._ledger.latest_step(), force=False) is None and bool(
-            self._due(step, force=False, reached=self._reached_preemption(step))
-        )
+        self._answered = frozenset()
+        if self._refusal(step, own, force=False) is None:
+            self._answered = self._due(step, own, force=False, reached=self._reached_preemption(step, own))
+        return bool(self._answered)
 
     def prepare(self, args: Any) -> None:
         """Makes the slots that saves of `args` need. See `CheckpointManager.prepare`."""
@@ -143,22 +148,28 @@ class Saver:
     def take(self, request: Request, call: Call) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""
         step, force = request.step, request.force
-        refusal = self._decider.refusal(step, last=self._ledger.latest_step(), force=force)
+        told = None if force else self._told(step, call)
+        if told is False:
+            return False
+        refusal = self._refusal(step, call.own, force=force or told is not None)
         if refusal is not None:
             self._events.emit(Kind.SKIPPED, step=step, reason=refusal)
             return False
         if step < 0:
             raise ValueError(f"step {step} cannot be saved: steps are 0 or more")
-        _check_names(request.args)
-        reached = self._reached_preemption(step)
-        due = self._due(step, force=force, reached=reached)
+        self._check_items(request)
+        reached = self._reached_preemption(step, call.own)
+        due = told or self._due(step, call.own, force=force, reached=reached)
         if request.last is not None:
             due &= request.last.tiers
         if not due:
             return False
         self._pipeline.outcomes.health.raise_if_overdue(step)
+        self._require_json(request)
         metrics, custom_metadata = as_it_is(request.metrics), as_it_is(request.custom_metadata)
         request = replace(request, metrics=metrics, custom_metadata=custom_metadata)
+        if DURABLE in due and (force or self._waits) and (own_wait := call.own("wait_until_finished")) is not None:
+            own_wait()
         if (
             request.last is None
             and self._decider.refusal(step, last=self._ledger.latest_step(), force=False) is not None
@@ -167,7 +178,7 @@ class Saver:
             self._pipeline.run(self._pipeline.settle(Deadline(self._timeout_s)))
         self._pipeline.raise_if_closed()
         there = [record for record in self._branch.records() if record.step == step]
-        if there and not self._may_repeat(request, there):
+        if (there and not self._may_repeat(request, there)) or self._only_listed_by(call.own, step):
             raise StepAlreadyExistsError(
                 f"step {step} exists already in {self._durable.url} or its fast tiers; restore an earlier step, or "
                 f"call delete({step}), before it is saved again"
@@ -196,6 +207,56 @@ class Saver:
             with call.spans.measured("checkpointer_blocking"):
                 self._begin(ticket, captured, due, request, turn, call)
         return True
+
+    def _told(self, step: int, call: Call) -> frozenset[str] | Literal[False] | None:
+        """The tiers that take `step` as the `should_save` of a subclass decides, False if none; None if it is ours.
+
+        If it asks ours and agrees, the tiers of that answer. Else the policies are left out, as in Orbax.
+        """
+        should_save = call.own("should_save")
+        if should_save is None:
+            return None
+        self._answered = frozenset()
+        if not should_save(step):
+            return False
+        self._decider.begin(call.name)  # ours has begun a question of its own
+        return self._answered or self._decider.due_as_told(step)
+
+    def _refusal(self, step: int, own: Own, *, force: bool) -> str | None:
+        last, exact = self._last(own, force=force)
+        return self._decider.refusal(step, last=last, force=force, exact=exact)
+
+    def _last(self, own: Own, *, force: bool) -> tuple[int | None, bool]:
+        """The latest step, and whether a subclass has answered: a forced save does not ask it."""
+        latest_step = None if force else own("latest_step")
+        return (self._ledger.latest_step(), False) if latest_step is None else (latest_step(), True)
+
+    def _only_listed_by(self, own: Own, step: int) -> bool:
+        """Whether a subclass lists a step that we do not: Orbax then takes it for one that exists."""
+        all_steps = own("all_steps")
+        return all_steps is not None and step in all_steps() and step not in self._ledger.steps()
+
+    def _check_items(self, request: Request) -> None:
+        """Raises ValueError for items that would be committed, and that no restore would find."""
+        _check_names(request.args)
+        if not request.args and not self._keeps_metrics(request):
+            raise ValueError(
+                f"step {request.step} has no item to save: give args an item, as ocp.args.Composite(state=...)"
+            )
+
+    def _keeps_metrics(self, request: Request) -> bool:
+        """Whether the metrics of a request are stored, as an item."""
+        kept = self._options.best_fn is not None and not self._options.prevent_write_metrics
+        return kept and request.metrics is not None
+
+    def _require_json(self, request: Request) -> None:
+        """Raises the errors of values that are stored as JSON, which would else end the save in the background."""
+        if self._keeps_metrics(request):
+            require_json(request.metrics, "metrics")
+        require_json_dict(request.custom_metadata, "custom_metadata")
+        for name, arg in request.args.items():
+            if isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave) and arg.custom_metadata is not None:
+                require_json(arg.custom_metadata, f"custom_metadata of item {name!r}")
 
     def _may_repeat(self, request: Request, there: Sequence[StepRecord]) -> bool:
         """Whether a step that was saved is saved again: with `force`, one that only fast tiers hold. A script that
@@ -235,14 +296,19 @@ class Saver:
             if by_orbax:
                 self._pipeline.flusher.follow(ticket)
 
-    def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
-        last = self._ledger.latest_step()
+    def _due(self, step: int, own: Own, *, force: bool, reached: bool) -> frozenset[str]:
+        last, exact = self._last(own, force=force)
+        is_saving = self._pipeline.busy
+        if self._options.enable_should_save_is_saving_in_progress_check and not force:
+            own_is_saving = own("is_saving_in_progress")
+            is_saving = is_saving if own_is_saving is None else bool(own_is_saving())
         return self._decider.due(
-            step, last=last, reached_preemption=reached, force=force, is_saving=self._pipeline.busy
+            step, last=last, reached_preemption=reached, force=force, is_saving=is_saving, exact=exact
         )
 
-    def _reached_preemption(self, step: int) -> bool:
-        return self._durable.stock.orbax.reached_preemption(step)
+    def _reached_preemption(self, step: int, own: Own) -> bool:
+        reached_preemption = own("reached_preemption") or self._durable.stock.orbax.reached_preemption
+        return bool(reached_preemption(step))
 
     def _capture(self, request: Request, due: frozenset[str]) -> tuple[_Captured, frozenset[str]]:
         """The content of the save, collected now, and those of the due tiers that can hold it."""
@@ -258,11 +324,10 @@ class Saver:
             (self._no_files if found is None else as_files).add(name)
             return found
 
-        kept_metrics = self._options.best_fn is not None and not self._options.prevent_write_metrics
         held = save_items(
             request.args,
             default_item=request.default_item,
-            metrics=request.metrics if kept_metrics else None,
+            metrics=request.metrics if self._keeps_metrics(request) else None,
             custom_metadata=request.custom_metadata,
             write_files=write_files,
         )
@@ -275,7 +340,7 @@ class Saver:
             return captured, self._durable_only(request.step, held, due)
         description = self._pipeline.describe(held.trees, held.files, held.chunk_bytes)
         if DURABLE in due and not foreign:
-            refuse_empty_arrays(description)
+            refuse_empty_arrays(description, held)
         return _Captured(held=held, description=description, foreign=foreign), due
 
     def _durable_only(self, step: int, item: str, due: frozenset[str]) -> frozenset[str]:
@@ -323,10 +388,18 @@ def _refuse_unordered(options: Any, metrics: Any) -> None:
         _ = value < value  # as sorting will ask
 
 
-def refuse_empty_arrays(description: Description) -> None:
-    """Orbax's steps cannot hold them: `save` raises this, instead of a failure in the background."""
-    records = [source.record for sources in description.items.values() for source in sources]
+def refuse_empty_arrays(description: Description, items: SaveItems) -> None:
+    """Orbax's steps cannot hold them: `save` raises this, instead of a failure in the background. An empty file of a
+    handler is written as a file."""
+    records = [source.record for name in description.items.keys() - items.files for source in description.items[name]]
     refuse_unwritable(records)
-    empty = [record.name for record in records if record.kind == "jax" and 0 in record.shape]
+    empty = [record.name for record in records if 0 in record.shape]
+    empty += [name for name, arg in items.durable.items() if _is_empty_array(arg)]
     if empty:
         raise ValueError(f"arrays without elements cannot be saved to the durable tier: {', '.join(sorted(empty))}")
+
+
+def _is_empty_array(arg: Any) -> bool:
+    """Whether a small item of arrays has one without elements."""
+    kinds = ocp.args.ArraySave | ocp.args.JaxRandomKeySave | ocp.args.NumpyRandomKeySave
+    return isinstance(arg, kinds) and any(0 in getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(arg.item))

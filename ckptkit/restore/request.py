@@ -36,12 +36,13 @@ class RestoreRequest:
 
     args: Mapping[str, Any] | None
     default_item: bool | None  # None: as the step was saved
+    named: bool = False  # the manager's items have names since an earlier call: one of them may be called `default`
     choose: Choose | None = None
     proves: VerifySelection = field(default_factory=VerifySelection)
 
     def check_mode(self, held: set[str]) -> None:
         """Raises ValueError, as Orbax does, where named items are asked of a step of an unnamed one, or the reverse."""
-        if self.default_item is None or not held or self.default_item == (DEFAULT_ITEM in held):
+        if self.default_item is None or not held or self.default_item == (DEFAULT_ITEM in held) or self.named:
             return
         if self.default_item:
             raise ValueError(
@@ -57,12 +58,13 @@ def request_of(stock: StockManager, items: Any, restore_kwargs: Any, args: Any) 
     """The request in the arguments of `restore`; raises Orbax's errors for arguments that do not go together."""
     by_name = stock.restore_args(items, restore_kwargs, args)
     default_item = stock.default_item
+    named = default_item is False
     if by_name is not None:
         if default_item is None:
             default_item = DEFAULT_ITEM in by_name and not isinstance(args, ocp.args.Composite)
         for name, arg in by_name.items():
             stock.handler(name, arg)
-    return RestoreRequest(args=by_name, default_item=default_item)
+    return RestoreRequest(args=by_name, default_item=default_item, named=named)
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,7 +296,7 @@ class Restorer:
         return Restored(
             items=items,
             save_id=save_id,
-            default_item=DEFAULT_ITEM in items,
+            default_item=DEFAULT_ITEM in items and not wanted.named,
             slot_bytes=0 if proven.prepared is None else _slot_bytes(proven.prepared.targets),
             read_bytes=proven.read_bytes,
             duration_s=duration_s,

@@ -148,7 +148,7 @@ def restore_items(durable: DurableSteps, step: int, args: Mapping[str, Any]) -> 
         rest = {name: arg for name, arg in args.items() if name not in newer}
         values = {name: value for name, (value,) in newer.items()}
         return values | (restore_items(durable, step, rest) if rest else {})
-    if set(args) == {DEFAULT_ITEM}:
+    if set(args) == {DEFAULT_ITEM} and durable.stock.default_item is not False:
         return {DEFAULT_ITEM: orbax.restore(step, args=args[DEFAULT_ITEM])}
     return dict(orbax.restore(step, args=ocp.args.Composite(**args)).items())
 

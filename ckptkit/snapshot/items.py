@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +99,8 @@ def save_items(
                     return name
                 durable[name] = files
     if metrics is not None:
-        inline[METRICS_ITEM] = {"kind": "metrics", "value": metrics}
+        # As JSON gives them back: manifests sort keys, and in those of a caller a number may be next to text.
+        inline[METRICS_ITEM] = {"kind": "metrics", "value": json.loads(json.dumps(metrics))}
     return SaveItems(
         trees=trees,
         inline=inline,

@@ -85,6 +85,7 @@ class Checkpointer:
         self._profile = profile_of(context, ours.pop("durable", DurableProfile()))
         ours = {**manager_options(context, ours), "durable": self._profile}
         self._manager = CheckpointManager(directory, options=options, metadata=custom_metadata, logger=logger, **ours)
+        self._manager.inner.name_items()
 
     @property
     def manager(self) -> CheckpointManager:

@@ -71,6 +71,9 @@ def test_damaged_step_is_not_listed_after_it_was_rejected(tmp_path: Path, caplog
     """`restore(latest_step())` would try the damaged step again and again."""
     save_steps(tmp_path, 1, 2, 3)
     damage(tmp_path, 3)
+    opened = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert all(text.startswith(f"durable tier {tmp_path} is on ") for text in opened), "once in a process: of a mount"
+    caplog.clear()
     with make_manager(tmp_path) as manager:
         assert manager.latest_step() == 3
         manager.restore(None)
