@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Unpack
 
 import jax
@@ -25,14 +24,15 @@ from ckptkit.manager.catalog import Catalog
 from ckptkit.manager.last_step import LastStep
 from ckptkit.manager.log_lines import log_events
 from ckptkit.manager.monitoring import monitor_events
-from ckptkit.manager.orbax_compat import Began, own_method, save_entry, saved_step_number, step_number
+from ckptkit.manager.orbax_compat import Began, save_entry, saved_step_number, step_number
 from ckptkit.manager.preemption import LastSaver
 from ckptkit.manager.restore import Resumer
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.run_account import RunAccount
-from ckptkit.manager.save import Call, Request, Saver
+from ckptkit.manager.save import Request, Saver
 from ckptkit.manager.scrub import Scrubber
 from ckptkit.manager.settings import DeprecatedKeywords, Settings, check_types, option_records
+from ckptkit.manager.subclass import Overrides
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import ProcessOptions, RestoreOptions, SaveOptions
@@ -143,7 +143,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         exit_drain.add(self._pipeline.under_way, processes.close_timeout_s)
         self.inner = self._catalog = Catalog(self._components, self._resumer, self._calls)
         self._closed = False
-        self._inside_thread: int | None = None
+        self._overrides = Overrides(self, CheckpointManager)
         self._saved_s: float | None = None  # when the last save began, monotonic
         self._account.opened(jax.process_index(), self._durable.url, self._settings.tiers, self._ledger.steps())
 
@@ -186,7 +186,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `restore_async`.
         """
         began, step = Began(), saved_step_number(step)
-        with self._account.saving(step, self._pipeline.under_way) as account, self._entered(step) as call:
+        with (
+            self._account.saving(step, self._pipeline.under_way) as account,
+            self._saver.entered(step, self._overrides.own) as call,
+            self._overrides.asking(),
+        ):
             self._resumer.refuse_while_pending("save")
             self._pipeline.outcomes.raise_failure(in_save=True)
             by_name, default_item = self._durable.stock.save_args(items, save_kwargs, args)
@@ -227,7 +231,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Whether `save(step)` would take the step for any tier. All processes ask together, as with `save`."""
         step = step_number(step)
         self._account.called(step, "should_save")
-        return self._saver.is_due(step, self._own)
+        return self._saver.is_due(step, self._overrides.own)
 
     def restore(
         self,
@@ -271,7 +275,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             )
         with self._account.restoring(self._resumer.waiting_text):
             with self._calls.entered("restore") as about:
-                step = step_number(self._own_latest_step() if step is None and directory is None else step)
+                step = step_number(
+                    self._overrides.latest_step(self._ledger.latest_step())
+                    if step is None and directory is None
+                    else step
+                )
                 self._resumer.refuse_while_pending("restore")
                 known = step if directory is None else None
                 wanted = self._resumer.wanted(known, items, restore_kwargs, args)
@@ -295,7 +303,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         began = Began()
         with self._account.restoring(self._resumer.waiting_text), self._calls.entered("restore") as about:
-            step = step_number(self._own_latest_step() if step is None else step)
+            step = step_number(self._overrides.latest_step(self._ledger.latest_step()) if step is None else step)
             self._resumer.refuse_while_pending("restore_async")
             wanted = self._resumer.wanted(step, None, None, args)
             key = None if trusted is None else TrustedKey(trusted)
@@ -341,7 +349,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return
         with self._calls.entered("delete") as about:
             self._resumer.refuse_while_pending("delete")
-            step, all_steps = step_number(step), self._own("all_steps")
+            step, all_steps = step_number(step), self._overrides.own("all_steps")
             if all_steps is not None and step in self._ledger.steps() and step not in all_steps():
                 raise StepNotFoundError(f"step {step} is not in all_steps(); it cannot be deleted", step=step)
         self._catalog.delete(step, about)
@@ -370,7 +378,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         All processes call it once per step; the answer is the same on all. Always False without `jax.distributed`.
         """
-        if not self._is_inside:
+        if not self._overrides.is_asking:
             self._account.called(step_number(step), "reached_preemption")
             self._last_saver.pace.asked(clock.monotonic_s())
         return self._durable.stock.orbax.reached_preemption(step)
@@ -381,7 +389,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def wait_until_finished(self) -> None:
         """Waits until every save that was taken is in all its tiers; raises `SaveFailedError` if one is not."""
-        if self._is_inside:  # for a subclass: `save` or `close` is accounted, and `save` raises fewer failures
+        if (
+            self._overrides.is_asking
+        ):  # for a subclass: `save` or `close` is accounted, and `save` raises fewer failures
             self._pipeline.wait()
             self._pipeline.outcomes.raise_failure(in_save=not self._closed)
             return
@@ -427,8 +437,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             self._pipeline.wait()
             if not self._options.read_only and not self._last_step.make_durable(self._stall_s):
                 join_s = _JOIN_S
-            elif (own_wait := self._own("wait_until_finished")) is not None:
-                with self._inside():
+            elif (own_wait := self._overrides.own("wait_until_finished")) is not None:
+                with self._overrides.asking():
                     own_wait()
 
     @property
@@ -445,38 +455,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             for arena in self._components.storage.arenas.values():
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
-
-    # As in Orbax, a subclass answers what `save`, `restore(None)`, `delete` and `close` ask of the manager itself.
-
-    def _own(self, name: str) -> Callable[..., Any] | None:
-        return own_method(self, CheckpointManager, name)
-
-    def _own_latest_step(self) -> int | None:
-        """The latest step of a subclass; None if the method is ours, or agrees with it: damage has a fallback then."""
-        latest_step = self._own("latest_step")
-        if latest_step is None or (found := latest_step()) == self._ledger.latest_step():
-            return None
-        if found is None:
-            raise StepNotFoundError(f"latest_step() is None for {self.directory}: no step to restore")
-        return found
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._inside_thread = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._inside_thread = None
-
-    @property
-    def _is_inside(self) -> bool:
-        """Whether this thread is in `save` or `close`: a method of a subclass then calls ours."""
-        return self._inside_thread == threading.get_ident()
-
-    @contextmanager
-    def _entered(self, step: int) -> Iterator[Call]:
-        with self._saver.entered(step, self._own) as call, self._inside():
-            yield call
 
     def __enter__(self) -> CheckpointManager:
         return self

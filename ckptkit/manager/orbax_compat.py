@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,22 +11,6 @@ from typing import Any
 from ckptkit.durable.orbax.manager import restore_statistics, save_statistics
 from ckptkit.model.paths import STEP_LIMIT
 from ckptkit.util import clock
-
-Own = Callable[[str], Callable[..., Any] | None]  # from the name of a method to the caller's own, None if it is ours
-
-
-def own_method(manager: Any, base: type, name: str) -> Callable[..., Any] | None:
-    """The method `name` that a subclass of `base` (or this one object) has put in place of ours; None where it has not.
-
-    Orbax's managers call some of their methods themselves, and a subclass then decides. Cost: two look-ups.
-    """
-    method = getattr(manager, name)
-    return None if getattr(method, "__func__", None) is getattr(base, name) else method
-
-
-def nothing_own(name: str) -> None:
-    """For calls in which no subclass is asked."""
-    del name
 
 
 def step_number(step: Any) -> Any:

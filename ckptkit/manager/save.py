@@ -18,8 +18,9 @@ from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.events import Kind
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import abstract_slot_bytes
-from ckptkit.manager.orbax_compat import Own, Spans, nothing_own
+from ckptkit.manager.orbax_compat import Spans
 from ckptkit.manager.settings import Settings
+from ckptkit.manager.subclass import Own, nothing_own
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.ledger import StepRecord
