@@ -14,7 +14,7 @@ from orbax.checkpoint._src import asyncio_utils
 from ckptkit.direct.loading import Loader
 from ckptkit.direct.memory import StagingMemory
 from ckptkit.direct.staging import staged
-from ckptkit.durable.orbax.handlers import LoneTreeHandler, write_sidecar_sign
+from ckptkit.durable.orbax.handlers import HostTreeHandler, write_sidecar_sign
 from ckptkit.durable.orbax.manager import StockManager
 from ckptkit.model.paths import TEMPORARY
 from ckptkit.store.roots import root_url
@@ -31,7 +31,7 @@ class _Proving:
         self.typestr = type(like).typestr  # in the metadata: stock Orbax finds its own handler
         tree = like._impl if isinstance(like, ocp.StandardCheckpointHandler) else like
         options = ocp.options.MultiprocessingOptions(primary_host=tree._primary_host)
-        self._lone_tree = LoneTreeHandler(options)
+        self._host_tree = HostTreeHandler(options)
         self._loader = Loader()
         self._memory = StagingMemory()
 
@@ -44,7 +44,7 @@ class _Proving:
         if tree is None:
             _log.info("%s: Orbax alone can hold this tree, so it is saved without digests", directory)
             return await stock.async_save(directory, args=args)
-        return await self._lone_tree.async_save(directory, tree)
+        return await self._host_tree.async_save(directory, tree)
 
     def save(self, directory: Any, *legacy: Any, **named: Any) -> None:
         """As Orbax's: returns once the bytes are written."""

@@ -244,8 +244,14 @@ class DurableReader:
 
     def _require_items(self, items: Sequence[str]) -> None:
         """A step of ours without any sidecar has no arrays, or has lost the items that held them."""
-        if self._item is not None or self._marked() is None:
-            return
+        if self._item is None and self._marked() is not None:
+            self._require_named_items(items)
+
+    def require_all_items(self) -> None:
+        """Raises `CorruptCheckpointError` if a step of ours has lost the directory of an item. Cost: a small read."""
+        self._require_named_items(self.item_names())
+
+    def _require_named_items(self, items: Sequence[str]) -> None:
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             named = json.loads(self._store.get(STEP_METADATA))["item_handlers"]
             if isinstance(named, dict) and (why := missing_items(self._url, named, items)) is not None:

@@ -209,7 +209,7 @@ class DurableSteps:
         self.shared = {}
         self._refuse_unfit()
         by_orbax = self._orbax_writes or not is_writable(items)
-        has_sidecars = any(has_sidecar(args, by_orbax=by_orbax) for args in items.values())
+        has_sidecars = any(map(has_sidecar, items.values()))
         properties = properties_of(self.url)
         # On a mount a step without its mark has to show that it is not one that stock Orbax has renamed there.
         named = not has_sidecars or (properties.file_system and not properties.atomic_rename)

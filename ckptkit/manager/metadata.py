@@ -14,14 +14,13 @@ from ckptkit.durable.orbax.text_leaf import is_text_leaf
 from ckptkit.durable.read_step import without_identity
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import StepNotFoundError
-from ckptkit.model.manifest import Manifest, merged_leaves
+from ckptkit.model.manifest import STRUCTURE, Manifest, merged_leaves
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.local_tiers import LocalSave
 from ckptkit.restore.request import stored_tree
 from ckptkit.save.ledger import Ledger
 from ckptkit.schedule.decider import StepInfo
-from ckptkit.snapshot.small_items import STRUCTURE
 
 _PRUNED_AT = 64  # metrics, before those of deleted steps are looked for
 

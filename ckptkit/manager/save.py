@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -104,22 +105,25 @@ class Saver:
         self._pipeline = components.pipeline
         self._pinned = settings.saving.staging == PINNED
         self._waits = settings.saving.durable_busy == "wait"
+        self._one_caller = threading.RLock()  # a signal handler may save in the middle of a save
         self._answered: frozenset[str] = frozenset()  # to the last `is_due`
         self._said: set[str] = set()  # items reported as not held by fast tiers
         self._no_files: set[str] = set()  # items whose handlers write what is not made of files alone
 
     @contextmanager
     def entered(self, step: int, own: Own = nothing_own) -> Iterator[Call]:
-        """A call of `save`, from its first line on: where it raises, the other processes drop the save at once."""
-        call = Call(self._branch.enter(step), own)
-        self._pipeline.slots.go_on()  # the step after a restore is done
-        self._decider.begin(call.name)
-        try:
-            yield call
-        except BaseException as error:
-            if not call.handed_over:
-                self._pipeline.run(self._pipeline.veto(call.name, error))
-            raise
+        """A call of `save`, from its first line on: where it raises, the other processes drop the save at once. Threads
+        take turns."""
+        with self._one_caller:
+            call = Call(self._branch.enter(step), own)
+            self._pipeline.slots.go_on()  # the step after a restore is done
+            self._decider.begin(call.name)
+            try:
+                yield call
+            except BaseException as error:
+                if not call.handed_over:
+                    self._pipeline.run(self._pipeline.veto(call.name, error))
+                raise
 
     def is_due(self, step: int, own: Own = nothing_own) -> bool:
         """Whether an un-forced save of `step` would be taken for any tier."""

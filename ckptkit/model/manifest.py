@@ -25,6 +25,7 @@ from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf
 FORMAT = 2
 _READ_FORMATS = (1, 2)  # 1: each leaf has the text of its sharding
 FILES = "files"  # the kind of an item that a handler has written: its small files inline, or all as leaves
+STRUCTURE = "structure"  # the empty nodes of an array item, under that item's name: no item of its own
 MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is written and parsed; 100,000 leaves of 8 boxes are about 150 MB
 ManifestDepth = Literal["all", "leaves", "head"]  # of what is read of a manifest
 _NUMBER_MAX = 10**18  # Orbax's names of steps have 18 digits at most
@@ -396,3 +397,13 @@ def _check_places(manifest: Manifest) -> None:
     for (_, stop), (start, _) in pairwise(places):
         if start < stop:
             raise ValueError(f"two boxes lie at byte {start} of the slot")
+
+
+def described_items(manifests: Iterable[Manifest]) -> set[str]:
+    """The items that manifests describe. The empty nodes of a tree alone do not describe it: the sidecars of an item
+    have those of all items of the step."""
+    return {
+        name
+        for manifest in manifests
+        for name in (*manifest.arrays, *(n for n, stored in manifest.inline.items() if stored["kind"] != STRUCTURE))
+    }

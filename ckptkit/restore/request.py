@@ -16,12 +16,12 @@ from ckptkit.durable.orbax.manager import DEFAULT_ITEM, StockManager
 from ckptkit.durable.orbax.text_leaf import TextLeaf, is_text_leaf, with_plain_text
 from ckptkit.durable.orbax.v1_args import TreeRestore
 from ckptkit.errors import ItemNotFoundError, TreeMismatchError
-from ckptkit.model.manifest import LeafRecord, Manifest, merged_leaves
+from ckptkit.model.manifest import STRUCTURE, LeafRecord, Manifest, merged_leaves
 from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.tree import abstract_keys, abstract_of, is_plain_match, key_shape, sharding_of_keys
 from ckptkit.snapshot.describe import LeafPath, kind_of_number, leaves_by_path, names_of
 from ckptkit.snapshot.empty_nodes import Empty, empties_of
-from ckptkit.snapshot.small_items import STRUCTURE, gives_back
+from ckptkit.snapshot.small_items import gives_back
 
 # From the stored leaves, by item, to nested dicts of those that are wanted: the same answer whenever it is asked.
 Choose = Callable[[Mapping[str, Sequence[LeafRecord]]], Mapping[str, Any]]

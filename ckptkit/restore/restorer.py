@@ -158,6 +158,8 @@ class Restorer:
                 )
                 kind = Kind.INCOMPLETE if incomplete else Kind.REJECTED
                 self._events.emit(kind, step=candidate.save_id.step, tier=candidate.where, reason=outcome)
+                if ItemNotFoundError.__name__ in outcome and not names_damage(outcome):
+                    raise ItemNotFoundError(_lacks_item(candidate, outcome, is_newest=step is None), path=self._url)
         if not rejected:
             what = f"step {step} was not found" if step is not None else "no step was found"
             raise StepNotFoundError(
@@ -166,8 +168,6 @@ class Restorer:
                 step=step,
                 path=self._url,
             )
-        if all(ItemNotFoundError.__name__ in each.reason for each in rejected):
-            raise ItemNotFoundError("; ".join(dict.fromkeys(each.reason for each in rejected)), path=self._url)
         reasons = [(r.where, r.save_id.step, r.reason) for r in rejected]
         intact = not self._manifests_damaged and all(each.is_unsuited for each in rejected)
         repair = None if intact else on_each_host(self._inventory.repair_command)
@@ -334,7 +334,11 @@ class Restorer:
         def prepare(holdings: Holdings) -> Prepared:
             return prepared or self._preparer.prepared(search.candidate, holdings, wanted)
 
-        planned = search.planned(prepare, why)
+        try:
+            planned = search.planned(prepare, why)
+        except ItemNotFoundError:
+            search.require_all_items()
+            raise
         if planned is not None:
             self._say_planned(planned.plan)
         return planned
@@ -397,6 +401,16 @@ class Restorer:
 def _unknown(step: int) -> SaveId:
     """Of a durable step whose damaged sidecars do not tell which save it is."""
     return SaveId(0, step, 0)
+
+
+def _lacks_item(candidate: Candidate, reason: str, *, is_newest: bool) -> str:
+    """Nothing is wrong with the save: an older one in its place would cost the steps between them."""
+    if not is_newest:
+        return reason
+    return (
+        f"{reason}. Step {candidate.save_id.step} is the newest that can be restored, and intact: restore it without "
+        "that item, or give the number of an older step"
+    )
 
 
 def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rejection]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, final
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, TreeMismatchError
 from ckptkit.events import EventLog, Kind
-from ckptkit.model.manifest import Manifest
+from ckptkit.model.manifest import Manifest, described_items
 from ckptkit.model.tiers import DURABLE, PEER
 from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.peers.client import PeerClient
@@ -110,6 +110,11 @@ class SourceSearch:
         save_id = self.candidate.save_id
         raise failed or CorruptCheckpointError(f"the slots of save {save_id} are missing or damaged", step=save_id.step)
 
+    def require_all_items(self) -> None:
+        """Raises `CorruptCheckpointError` where a durable step of ours has lost an item that was saved."""
+        if self.candidate.durable and self.candidate.save_id.ours:
+            self._open_durable(self._proves).require_all_items()
+
     def proving_all(self, own: Holdings) -> SourceSearch:
         """The same from the start, with a proof of every cell; `own` are this host's sources, read so."""
         return SourceSearch(self.candidate, own, self._peers, self._open_durable, self._events, VerifySelection())
@@ -195,5 +200,5 @@ class SourceSearch:
 def _unproven(without_sidecars: Sequence[str], manifests: Sequence[Manifest]) -> tuple[str, ...]:
     """The items of a step that no manifest has: trees without jax arrays of an earlier version, and items that Orbax
     wrote."""
-    described = {name for manifest in manifests for name in (*manifest.arrays, *manifest.inline)}
+    described = described_items(manifests)
     return tuple(name for name in without_sidecars if name not in described)

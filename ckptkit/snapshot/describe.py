@@ -310,8 +310,12 @@ def _refuse_equal_names(item: str, sources: Sequence[LeafSource]) -> None:
         seen.add(source.record.name)
 
 
-_MAPPING = ("d", "key")  # DictKey and FlattenedIndexKey both have `key`
-_KEYS = {jax.tree_util.SequenceKey: ("s", "idx"), jax.tree_util.GetAttrKey: ("a", "name")}
+_MAPPING = ("d", "key")
+_KEYS = {
+    jax.tree_util.SequenceKey: ("s", "idx"),
+    jax.tree_util.FlattenedIndexKey: ("s", "key"),  # of a node without keys of its own, which Orbax stores as a list
+    jax.tree_util.GetAttrKey: ("a", "name"),
+}
 
 
 LeafPath = tuple[str, ...]

@@ -14,9 +14,10 @@ import orbax.checkpoint as ocp
 from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.manager import METRICS_ITEM
 from ckptkit.durable.orbax.text_leaf import TextLeaf, can_be_stored
+from ckptkit.model.manifest import STRUCTURE
 from ckptkit.snapshot.describe import leaf_path
 from ckptkit.snapshot.empty_nodes import empty_nodes
-from ckptkit.snapshot.small_items import STRUCTURE, capture, captured_files, file_leaves
+from ckptkit.snapshot.small_items import capture, captured_files, file_leaves
 from ckptkit.util.own_context import own_context
 
 

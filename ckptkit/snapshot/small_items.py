@@ -24,7 +24,7 @@ from ckptkit.model.manifest import FILES
 from ckptkit.util.own_context import own_context
 
 INLINE_BYTES_MAX = 16 << 20  # manifests are read whole at every start
-STRUCTURE = "structure"  # the empty nodes of an array item, under that item's name: no item of its own
+
 Captured = tuple[Mapping[str, Any], Any]  # for manifests; Orbax's arguments
 
 

@@ -24,7 +24,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.cells import cell_ranges, digested_cells
 from ckptkit.model.digests import strong_digest_of
 from ckptkit.model.handler_files import is_file, with_file_digests
-from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
+from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, described_items
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.copying import digest_of_object
@@ -101,7 +101,7 @@ def sign(
     if not manifests:
         why = "has no digests of its cells: ckptkit did not save its arrays. `model_signing` signs its files"
         raise CheckpointError(f"{target.url} {why}", path=target.url)
-    described = {name for each in manifests for name in (*each.arrays, *each.inline)}
+    described = described_items(manifests)
     wanted = list(_cells(manifests))
     found = Signing(
         path=target.url,

@@ -14,8 +14,7 @@ from ckptkit.inspection.arrays import read_shardings
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.shares import own_sidecars, read_sidecars, sidecar_processes
 from ckptkit.model import paths
-from ckptkit.model.manifest import LeafKind, LeafRecord, SaveId
-from ckptkit.snapshot.small_items import STRUCTURE
+from ckptkit.model.manifest import STRUCTURE, LeafKind, LeafRecord, SaveId
 
 _EMPTY = {"Dict": "dict", "List": "list", "Tuple": "tuple"}  # Orbax's words for containers without leaves
 _ITERATOR = "grain"  # the small item that is another one for each process

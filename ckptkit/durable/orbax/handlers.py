@@ -96,21 +96,17 @@ def _write_text(directory: Any, name: str, text: str) -> None:
     (directory / name).write_text(text)
 
 
-class _StandardTreeHandler(ocp.PyTreeCheckpointHandler):
-    """Writes what Orbax's handler for `StandardSave` writes, and goes by its name in the step's metadata."""
-
-    @classmethod
-    def typestr(cls) -> str:
-        """The name of Orbax's own handler."""
-        return ocp.StandardCheckpointHandler.typestr()
-
-
-class LoneTreeHandler(ocp.PyTreeCheckpointHandler):
-    """Writes a tree of host memory (`HostTreeSave`) into a directory of its own, with sidecars. Plain leaves are
-    Orbax's, and a tree of nothing else has a sidecar too."""
+class HostTreeHandler(ocp.PyTreeCheckpointHandler):
+    """Writes a tree of host memory (`HostTreeSave`), with sidecars. Plain leaves are Orbax's, and a tree of nothing
+    else has a sidecar too."""
 
     def __init__(self, multiprocessing: Any):
         super().__init__(**_settings(multiprocessing))
+
+    @classmethod
+    def typestr(cls) -> str:
+        """The name of Orbax's own handler, for the step's metadata."""
+        return ocp.PyTreeCheckpointHandler.typestr()
 
     async def async_save(self, directory: Any, args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Starts the writes; Orbax waits for the futures before it commits the directory."""
@@ -119,6 +115,20 @@ class LoneTreeHandler(ocp.PyTreeCheckpointHandler):
             write = asyncio.to_thread(_write_sidecar, directory, args.sidecar)
             futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write, name="ckptkit_sidecar"))
         return futures
+
+    def finalize(self, directory: Any) -> None:
+        """On one process, before the directory is committed."""
+        super().finalize(directory)
+        write_sidecar_sign(directory)
+
+
+class _StandardTreeHandler(HostTreeHandler):
+    """The same for a tree that the caller saved with `StandardSave`."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        """The name of Orbax's own handler, for the step's metadata."""
+        return ocp.StandardCheckpointHandler.typestr()
 
 
 def write_sidecar_sign(directory: Any) -> None:
@@ -156,11 +166,10 @@ def make_writer(url: str, options: ocp.CheckpointManagerOptions, multiprocessing
 
 
 def _handlers_of_writer(multiprocessing: Any) -> Any:
-    settings = _settings(multiprocessing)
     json_handler = ocp.JsonCheckpointHandler(multiprocessing_options=multiprocessing)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(None, HostTreeSave, ocp.PyTreeCheckpointHandler(**settings))
-    registry.add(None, StandardTreeSave, _StandardTreeHandler(**settings))
+    registry.add(None, HostTreeSave, HostTreeHandler(multiprocessing))
+    registry.add(None, StandardTreeSave, _StandardTreeHandler(multiprocessing))
     registry.add(None, ocp.args.JsonSave, json_handler)
     registry.add(None, ocp.args.JsonRestore, json_handler)
     return registry

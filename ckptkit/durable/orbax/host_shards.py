@@ -58,9 +58,9 @@ class StandardTreeSave(HostTreeSave):
     """A tree that the caller saved with `StandardSave`, as recorded in the step's metadata."""
 
 
-def has_sidecar(args: Any, *, by_orbax: bool) -> bool:
-    """Whether a sidecar is written with an item. Orbax calls our handler, which writes it, only for `HostShards`."""
-    return bool(shards_of(getattr(args, "item", None))) if by_orbax else getattr(args, "sidecar", None) is not None
+def has_sidecar(args: Any) -> bool:
+    """Whether a sidecar is written with an item."""
+    return getattr(args, "sidecar", None) is not None
 
 
 def host_tree(
