@@ -226,7 +226,10 @@ def test_item_that_newer_steps_lack_does_not_hide_them(tmp_path: Path) -> None:
         manager.wait_until_finished()
         assert manager.save(2, args=args.Composite(a=both["a"]))
         manager.wait_until_finished()
-        manager.restore(None, args=args.Composite(b=args.StandardRestore()))
+        with pytest.raises(ckptkit.ItemNotFoundError, match="Step 2 is the newest that can be restored, and intact"):
+            manager.restore(None, args=args.Composite(b=args.StandardRestore()))
+        assert (manager.latest_step(), manager.all_steps()) == (2, [1, 2])
+        manager.restore(1, args=args.Composite(b=args.StandardRestore()))
         assert (manager.latest_step(), manager.all_steps()) == (1, [1, 2])
 
 
