@@ -76,7 +76,11 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Leaves of the new model that match take their own dtype, whatever was stored. Keys are never cast."""
+    """Leaves of the new model that match take their own dtype, whatever was stored.
+
+    Keys are never cast, and complex numbers never to real ones. A Python number takes a stored value without loss, or
+    the surgery fails.
+    """
 
     pattern: str
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -217,9 +217,7 @@ def _of_record(record: LeafRecord) -> Leaf:
 def _wanted(leaf: Any, stored: Leaf, *, whole: bool = False) -> Any:
     """The abstract array for a stored leaf: its stored dtype, and the placement of the target's leaf, or `whole` on
     each of its devices."""
-    if isinstance(leaf, bool | int | float):
-        return leaf
-    if isinstance(leaf, np.ndarray | np.generic):
+    if isinstance(leaf, np.ndarray | np.generic | complex | int | float):
         return np.broadcast_to(np.zeros((), np.dtype(stored.dtype)), stored.shape)
     dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(stored.dtype)
     return jax.ShapeDtypeStruct(stored.shape, dtype, sharding=_whole(leaf.sharding) if whole else leaf.sharding)
@@ -250,7 +248,9 @@ def _assembled(state: Any, plan: SurgeryPlan, found: Any) -> tuple[Any, dict[str
                 _taken(found, origin.stored.path), _taken(found, origin.scale.path), leaf
             )
         elif origin.act == "taken":
-            made[origin.leaf.path] = _cast(_taken(found, origin.stored.path), leaf)
+            value = _taken(found, origin.stored.path)
+            is_number = isinstance(leaf, complex | int | float) and not isinstance(leaf, np.generic)
+            made[origin.leaf.path] = _number(origin, value, type(leaf)) if is_number else _cast(value, leaf)
     return jax.tree_util.tree_unflatten(treedef, [made[origin.leaf.path] for origin in plan.origins]), errors
 
 
@@ -315,9 +315,21 @@ def _whole(sharding: Any) -> Any:
     return sharding
 
 
+def _number(origin: Origin, value: Any, kind: type) -> Any:
+    """An array without dimensions as a Python number. Raises `SurgeryError` for a value that it cannot hold."""
+    plain = np.asarray(value).astype(object)[()]
+    with suppress(ValueError, TypeError, OverflowError):
+        made = kind(plain)
+        if made == plain or (made != made and plain != plain):  # NaN stays NaN
+            return made
+    raise SurgeryError(
+        [f"{origin.target} is {kind.__name__} in the new model: {plain} of {origin.source} would change"]
+    )
+
+
 def _cast(value: Any, leaf: Any) -> Any:
     """`value` in the dtype of `leaf`; on its devices, where it is an array of JAX's."""
-    if isinstance(leaf, bool | int | float) or value.dtype == leaf.dtype:
+    if value.dtype == leaf.dtype:
         return value
     if isinstance(value, jax.Array):
         return jax.jit(lambda array: array.astype(leaf.dtype), out_shardings=value.sharding)(value)

@@ -284,6 +284,9 @@ def _leaf_differences(origin: Origin, may_cast: bool) -> list[str]:
     assert found is not None
     if found.shape != leaf.shape:
         return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint ({origin.source})"]
+    if "complex" in found.dtype and "complex" not in leaf.dtype:
+        how = "a cast would drop the imaginary part; skip it, or let the new leaf be complex"
+        return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint: {how}"]
     if origin.scale is not None:
         return _scale_differences(origin, origin.scale)
     if found.dtype == leaf.dtype:
