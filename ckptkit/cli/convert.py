@@ -117,7 +117,7 @@ def _show_plan(plan: ConvertPlan, dry_run: bool, top: int | None, depth: int | N
     leaves = count_text(len(plan.tensors), "leaf", "leaves")
     verb = "would be written" if dry_run else "written"
     print_line(f"{plan.target}: {leaves}, {size_text(plan.written_bytes)}{files} {verb} as {plan.to}")
-    print_notes(plan.notes)
+    print_notes([*plan.notes, *plan.measured.notes])
 
 
 _WRITING = [
@@ -237,7 +237,8 @@ def _write(
                 errors = convert_tensors(made, plan, resume=resume, progress=progress, **limits)
     if as_json:
         shown = {name: None if error is None else asdict(error) for name, error in errors.items()}
-        print_json({**plan.to_json(), "written": not dry_run, **({"errors": shown} if how is None else {})})
+        found = {"notes": [*plan.notes, *plan.measured.notes], "written": not dry_run}
+        print_json({**plan.to_json(), **found, **({"errors": shown} if how is None else {})})
     else:
         _show_plan(plan, dry_run, top, depth)
         _show_errors(errors)

@@ -16,6 +16,7 @@ import numpy as np
 from ckptkit.conversion import lora
 from ckptkit.conversion.journal import fingerprint
 from ckptkit.conversion.mapping import LeafNames, MapRule, Tensors, add_into, is_floating, mapped
+from ckptkit.conversion.scales import plain_advice, scaled_text
 from ckptkit.errors import MergeError, StepNotFoundError
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, FormatFacts, Tensor
 from ckptkit.model.boxes import Box
@@ -71,9 +72,19 @@ def averaged(sources: Sequence[Checkpoint], *, memory_bytes: int = MEMORY_BYTES)
     """The mean of the floating-point tensors of `sources`, which all have the same leaves; other ones must be equal.
 
     Summed in float32 (float64 and complex128 of what is that wide, and of float32), and rounded once. Cost when called:
-    every tensor that is not floating point is read and compared. Raises `MergeError` with every difference.
+    every tensor that is not floating point is read and compared. Raises `MergeError` with every difference, or with
+    every leaf whose values have scales.
     """
     first, *others = [(source.path, source.by_name()) for source in sources]
+    scaled = {
+        source: [f"{text} (in {source.path})" for name in tensors if (text := scaled_text(name, tensors)) is not None]
+        for source, (_, tensors) in zip(sources, [first, *others], strict=True)
+    }
+    if any(scaled.values()):
+        raise MergeError(
+            [text for each in scaled.values() for text in each],
+            advice=plain_advice([source for source, each in scaled.items() if each]),
+        )
     differences = []
     for path, tensors in others:
         for name in sorted(first[1].keys() ^ tensors.keys()):

@@ -7,22 +7,30 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, final
 
+from ckptkit.conversion.casting import Cast, notes_of
 from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
 from ckptkit.conversion.item_writer import require_tree, write_step
 from ckptkit.conversion.journal import Journal, fingerprint
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped
 from ckptkit.conversion.passes import BytesProgress, counted
-from ckptkit.conversion.quantizing import Quantization, QuantizedWeights, dequantized, quantization_config, quantized
+from ckptkit.conversion.quantizing import (
+    Quantization,
+    QuantizedWeights,
+    dequantized,
+    optimizer_leaves,
+    quantization_config,
+    quantized,
+)
 from ckptkit.conversion.roots import require_fitting
+from ckptkit.conversion.scales import CONFIG, config_blocks, config_directory, model_config, plain_advice
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
-from ckptkit.inspection.places import Place
 from ckptkit.model.quantization import DTYPES, LeafError
 from ckptkit.store.backends import properties_of
 from ckptkit.util.disk_file import FileWrites
@@ -31,9 +39,21 @@ from ckptkit.util.words import first_of
 TargetFormat = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 
 SHARD_BYTES = 5 << 30  # Hugging Face's own default
-_CONFIG = "config.json"  # of Hugging Face's models
 _NAMED = 5  # leaves in a note
 _PROGRESS_BYTES = 128 << 20  # written between two records of how far it is; what is lost by a crash at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Counts of the changed values, complete once they are written: weights of `--quantize`, leaves of casts."""
+
+    quantization: QuantizedWeights | None = None
+    casts: Mapping[str, Cast] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> list[str]:
+        """The values that casts have lost so far."""
+        return notes_of(self.casts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +61,7 @@ class ConvertPlan:
     """The tensors that will be written, in order. A dry run makes the same plan.
 
     `made_by` names the inputs that names and shapes do not show: rules, casts, the layout of cells. Resumed work must
-    have the same. `quantization` is that of `--quantize`.
+    have the same. `measured` counts while the tensors are read.
     """
 
     source: str
@@ -51,7 +71,7 @@ class ConvertPlan:
     files: tuple[FlatFile, ...]  # none for Orbax
     notes: tuple[str, ...]
     made_by: str = ""
-    quantization: QuantizedWeights | None = None
+    measured: Measured = field(default_factory=Measured)
 
     @property
     def written_bytes(self) -> int:
@@ -97,12 +117,16 @@ def plan_convert(
     if to == "orbax":
         require_orbax_target(target)
         require_fitting(target, timeout_s=timeout_s)
-    tensors, quantization = source.by_name(), None
+    tensors, quantization, blocks = source.by_name(), None, None
     if quantize is not None and quantize.to == "none":
-        tensors = dequantized(tensors)
-    tensors = cast(mapped(tensors, rules), casts)
+        blocks = config_blocks(model_config(source, timeout_s))
+        tensors = dequantized(tensors, blocks, config_directory(source))
+    tensors = cast(mapped(tensors, rules), casts, advice=plain_advice([source]))
+    casts_made = {name: tensor.fetch for name, tensor in tensors.items() if isinstance(tensor.fetch, Cast)}
+    left_out: list[str] = []
     if quantize is not None:
         config = _model_config(source, timeout_s) if to == "hf" else None
+        left_out = optimizer_leaves(tensors, quantize)
         tensors, quantization = _quantized(tensors, quantize, config, memory_bytes)
     if not tensors:
         raise CheckpointError(f"{source.path} has no tensor that could be converted", path=source.path)
@@ -129,10 +153,10 @@ def plan_convert(
         to=to,
         tensors=tensors,
         files=files,
-        notes=tuple(_notes(source, tensors, to, quantization)),
+        notes=(*_notes(source, tensors, to, quantization), *_not_quantised(left_out)),
         # Orbax's cells are as large as a block may be; of a flat file whole tensors are noted as done.
-        made_by=repr((list(rules), casts, str(quantize), block_bytes(memory_bytes) if to == "orbax" else None)),
-        quantization=quantization,
+        made_by=repr((list(rules), casts, str(quantize), block_bytes(memory_bytes) if to == "orbax" else None, blocks)),
+        measured=Measured(quantization=quantization, casts=casts_made),
     )
 
 
@@ -175,7 +199,8 @@ def convert(
             if not source.proven:
                 require_unchanged(known_by, now, source.path)
             target.commit(f"Checkpoint commit was successful to {plan.target}" if plan.to == "orbax" else None)
-    return plan.quantization.errors if plan.quantization is not None else {}
+    quantization = plan.measured.quantization
+    return quantization.errors if quantization is not None else {}
 
 
 def _write_files(
@@ -213,9 +238,10 @@ def _write_files(
         size = sum(tensor.nbytes for tensor in plan.tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": mapping}
         files = dict(beside)
-        if plan.quantization is not None and plan.quantization.config is not None:
-            config = {**json.loads(files.get(_CONFIG, b"{}")), **plan.quantization.config}
-            files[_CONFIG] = json.dumps(config, indent=1).encode()
+        quantization = plan.measured.quantization
+        if quantization is not None and quantization.config is not None:
+            config = {**json.loads(files.get(CONFIG, b"{}")), **quantization.config}
+            files[CONFIG] = json.dumps(config, indent=1).encode()
         target.put([*files.items(), (f"model{INDEX}", json.dumps(index, indent=1).encode())])
 
 
@@ -293,12 +319,8 @@ def _model_config(source: Checkpoint, timeout_s: float) -> dict[str, Any]:
     """The `config.json` of a source of Hugging Face's, without its quantisation; empty where it has none."""
     if source.facts.kind != "directory":
         return {}
-    text = Place.open(source.path, timeout_s=timeout_s).read(_CONFIG)
-    try:
-        found = json.loads(text or b"{}")
-        return {key: value for key, value in found.items() if key != "quantization_config"}
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{source.path}/{_CONFIG} cannot be used: {error}", path=source.path) from error
+    found = model_config(source, timeout_s)
+    return {key: value for key, value in found.items() if key != "quantization_config"}
 
 
 def _shards(tensors: Tensors, shard_bytes: int) -> list[dict[str, Any]]:
@@ -333,5 +355,10 @@ def _notes(source: Checkpoint, tensors: Tensors, to: TargetFormat, quantization:
     if to == "hf" and any(re.search(r"\s", name) for name in tensors):
         notes.append("a name has a space in it, which Hugging Face's models have not")
     if quantization is not None and quantization.config is not None and "architectures" not in quantization.config:
-        notes.append(f"{_CONFIG} has quantization_config alone: add the model's own keys")
+        notes.append(f"{CONFIG} has quantization_config alone: add the model's own keys")
     return notes
+
+
+def _not_quantised(leaves: Sequence[str]) -> list[str]:
+    why = "an optimizer's state, which only a pattern of --quantize changes"
+    return [f"left as floats: {first_of(leaves, _NAMED)} ({why})"] * bool(leaves)

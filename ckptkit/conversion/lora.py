@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.conversion.mapping import add_into, is_floating
+from ckptkit.conversion.scales import plain_advice, scaled_text
 from ckptkit.errors import CheckpointError, MergeError
 from ckptkit.formats.tensors import Checkpoint, Tensor
 from ckptkit.inspection.places import Place
@@ -68,13 +69,17 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
     `alpha_pattern` still applies. Computed in float32, or float64 where the base is, and rounded once.
 
     Raises `MergeError` for an update without a base or its other half, for shapes or a rank that differ from the
-    config, and for tensors that are not updates. Raises `CheckpointError` without an alpha, and for an unsupported
-    setting of the config.
+    config, for a base whose values have scales, and for tensors that are not updates. Raises `CheckpointError` without
+    an alpha, and for an unsupported setting of the config.
     """
     config = adapter_config(adapter)
     config = config if alpha is None else replace(config, alpha=alpha)
     tensors, made = base.by_name(), dict(base.by_name())
     pairs, differences = _pairs(adapter)
+    updated = [f"{module}.{kind}" for module, (kind, _) in pairs.items()]
+    scaled = [text for name in updated if name in tensors and (text := scaled_text(name, tensors)) is not None]
+    if scaled:
+        raise MergeError(scaled, advice=plain_advice([base]))
     for module, (kind, halves) in pairs.items():
         name = f"{module}.{kind}"
         why = _unfit(name, halves, tensors.get(name), config, module)

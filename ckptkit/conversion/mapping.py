@@ -8,12 +8,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
 
 import numpy as np
 
+from ckptkit.conversion.casting import Cast
+from ckptkit.conversion.scales import scaled_text
 from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.dtypes import plain_dtype
 from ckptkit.formats.tensors import Tensor
@@ -146,11 +147,12 @@ def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
     return made
 
 
-def cast(tensors: Tensors, casts: Iterable[tuple[str, str]]) -> dict[str, Tensor]:
+def cast(tensors: Tensors, casts: Iterable[tuple[str, str]], *, advice: str = "") -> dict[str, Tensor]:
     """The tensors with those that match a pattern in another dtype (`*.kernel`, `bfloat16`); the last match wins.
 
-    Rounds to nearest even, as NumPy does. PRNG keys, booleans, integers and complex numbers stay as they are. Raises
-    `CheckpointError` for a dtype that is none, `StepNotFoundError` for a pattern that matches no leaf.
+    Rounds once to nearest even. PRNG keys, booleans, integers and complex numbers stay as they are. Raises
+    `CheckpointError` for a dtype that is not one of floats, and for leaves that have scales (with the `advice` for
+    them), `StepNotFoundError` for a pattern that matches no leaf.
     """
     made = dict(tensors)
     for pattern, word in casts:
@@ -158,17 +160,25 @@ def cast(tensors: Tensors, casts: Iterable[tuple[str, str]]) -> dict[str, Tensor
             dtype = plain_dtype(word)
         except ValueError as error:
             raise CheckpointError(f"--dtype {pattern}={word}: {error}") from error
+        if not (dtype.kind in "fc" or "float" in dtype.name):
+            raise CheckpointError(
+                f"--dtype {pattern}={word}: {dtype} is not a dtype of floats, and most values would be lost; give "
+                "--quantize int8 or fp8 for weights with scales"
+            )
         chosen = LeafNames(made).matching(pattern)
         if not chosen:
             raise StepNotFoundError(
                 f"--dtype {pattern}={word} matches no leaf; the leaves are {first_of(sorted(made), 5)}"
             )
         for name in chosen:
-            tensor = made[name]
+            tensor = tensors[name]
             real = tensor.dtype.kind != "c"  # a cast would drop the imaginary part
             if is_floating(tensor) and real:
                 leaf = replace(tensor.leaf, dtype=dtype.name)
-                made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=partial(_cast, tensor, dtype))
+                made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=Cast(tensor, dtype))
+    scaled = [text for name in made if isinstance(made[name].fetch, Cast) and (text := scaled_text(name, tensors))]
+    if scaled:
+        raise CheckpointError(f"--dtype: {first_of(scaled, 5)}. A cast would leave out the scales. {advice}".rstrip())
     return made
 
 
@@ -176,11 +186,6 @@ def is_floating(tensor: Tensor) -> bool:
     """Whether its elements are floating-point or complex numbers; those of keys and of small integers are not."""
     small = tensor.dtype.isbuiltin == 2 and "float" in tensor.dtype.name
     return tensor.leaf.key_impl is None and (tensor.dtype.kind in "fc" or small)
-
-
-def _cast(source: Tensor, dtype: np.dtype[Any], box: Box) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):  # values that do not fit become infinite, as a cast specifies
-        return source.read(box).astype(dtype)
 
 
 def _add(made: dict[str, Tensor], name: str, tensor: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, final
@@ -16,6 +16,7 @@ from typing import Any, Literal, final
 import numpy as np
 
 from ckptkit.conversion.mapping import LeafNames, Tensors, is_floating
+from ckptkit.conversion.scales import SCALE, block_of, per_block, scale_name, scale_of
 from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.tensors import Tensor
 from ckptkit.inspection.records import LeafInfo
@@ -23,10 +24,8 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_patterns import without_nnx_leaf
 from ckptkit.model.manifest import describe
 from ckptkit.model.quantization import (
-    DTYPES,
     LeafError,
     Quantized,
-    blocks_of_scales,
     dequantize,
     error_of,
     quantize,
@@ -34,12 +33,12 @@ from ckptkit.model.quantization import (
     spread,
 )
 
-SCALE = "_scale"
 _PART = 1 << 18  # elements that are made wide at once
-_SUFFIXES = (SCALE, "_scale_inv")  # the second is that of models whose `quant_method` is `fp8`; it is multiplied too
 # Embeddings and the head stay as they are by default, as in the recipes of the public tools.
 _LEFT_OUT = re.compile(r"embed|(?:^|[._])(?:wte|wpe|shared|lm_head|head)(?:[._]|$)")
 _EMBEDDING = re.compile(r"embed|(?:^|[._])(?:wte|wpe)(?:[._]|$)")
+# An optimizer's state, whose leaves have the names of the weights that they are about.
+_OPTIMIZER = frozenset({"opt_state", "optimizer", "mu", "nu", "trace", "moments"})
 _WORDS = re.compile(r"(?:(?P<pattern>.+)=)?(?P<to>int8|fp8|none)(?::(?P<rows>[1-9]\d{0,6})x(?P<columns>[1-9]\d{0,6}))?")
 
 
@@ -48,7 +47,7 @@ class Quantization:
     """How weights are written: `to` is a narrow dtype, or `none`, which gives weights back from values and scales.
 
     One scale for each output channel, or for each `block` of (rows, columns). `pattern` names the weights. Without it:
-    every leaf `weight` and `kernel` of two dimensions that is neither an embedding nor the head.
+    every leaf `weight` and `kernel` of two dimensions that is neither an embedding nor the head, nor of an optimizer.
     """
 
     to: Quantized | Literal["none"]
@@ -184,9 +183,9 @@ def quantized(
             made[name] = tensor
             continue
         _require_weight(name, tensor, for_hf=for_hf)
-        scale = _scale_name(name, SCALE)
-        if scale in tensors:
-            raise CheckpointError(f"{scale} exists already: is {name} quantised? Give --quantize none first")
+        scale = scale_name(name)
+        if (other := scale_of(name, tensors) or scale) in tensors:
+            raise CheckpointError(f"{other} exists already: is {name} quantised? Give --quantize none first")
         weight = weights[name] = Weight(tensor, dtype, _block(name, tensor, wanted), memory_bytes, kept)
         made[name] = replace(tensor, leaf=replace(tensor.leaf, dtype=dtype.name), fetch=weight.values, spans=())
         leaf = LeafInfo(
@@ -196,34 +195,40 @@ def quantized(
     return made, weights
 
 
-def dequantized(tensors: Tensors) -> dict[str, Tensor]:
+def dequantized(
+    tensors: Tensors, blocks: Sequence[tuple[int, int]] = (), where: str = "its directory"
+) -> dict[str, Tensor]:
     """The tensors with every pair of values and scales as one float32 weight.
 
-    Raises `StepNotFoundError` if there is no such pair, `CheckpointError` for scales that do not divide their weight,
-    and for a zero point.
+    `blocks` are those of the model's configuration (see `config_blocks`), which is looked for in `where`. Raises
+    `StepNotFoundError` if there is no such pair, `CheckpointError` for scales that fit no block of their weight, or
+    several, and for a zero point.
     """
-    scales = {
-        name: (scale, block)
-        for name, tensor in tensors.items()
-        if tensor.dtype in DTYPES.values()
-        for suffix in _SUFFIXES
-        if (scale := _scale_name(name, suffix)) in tensors
-        and (block := _fitting(name, tensor, scale, tensors)) is not None
-    }
-    if not scales:
+    pairs = {name: scale for name in tensors if (scale := scale_of(name, tensors)) is not None}
+    if not pairs:
         raise StepNotFoundError(
             "--quantize none: no leaf of int8 or float8_e4m3fn has its scales in a leaf of the same name and _scale"
         )
-    left_out = {scale for scale, _ in scales.values()}
+    left_out = set(pairs.values())
     made = {}
     for name, tensor in tensors.items():
-        if name in scales:
-            scale, block = scales[name]
-            leaf = replace(tensor.leaf, dtype="float32")
-            made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=partial(_restored, tensor, tensors[scale], block))
+        if name in pairs:
+            if (zero := name + "_zero_point") in tensors:
+                raise CheckpointError(f"{name} has a zero point ({zero}), and only symmetric weights are read")
+            scales = tensors[pairs[name]]
+            block = block_of(name, tensor, pairs[name], scales, blocks, where)
+            fetch = partial(_restored, tensor, per_block(scales, len(block)), block)
+            made[name] = Tensor(item=tensor.item, leaf=replace(tensor.leaf, dtype="float32"), fetch=fetch)
         elif name not in left_out:
             made[name] = tensor
     return made
+
+
+def optimizer_leaves(tensors: Tensors, wanted: Quantization) -> list[str]:
+    """The leaves that only their place in an optimizer's state keeps from being quantised."""
+    if wanted.pattern is not None or wanted.to == "none":
+        return []
+    return [name for name, tensor in tensors.items() if _is_weight(tensor, name) and _is_of_optimizer(tensor, name)]
 
 
 def quantization_config(tensors: Tensors, weights: Collection[str], wanted: Quantization) -> dict[str, Any]:
@@ -271,24 +276,6 @@ def _parts(box: Box) -> Iterator[Box]:
         yield Box((low, *box.start[1:]), (min(low + rows, box.stop[0]), *box.stop[1:]))
 
 
-def _fitting(name: str, values: Tensor, scale: str, tensors: Tensors) -> tuple[int, ...]:
-    if (zero := name + "_zero_point") in tensors:
-        raise CheckpointError(f"{name} has a zero point ({zero}), and only symmetric weights are read")
-    scales = tensors[scale]
-    block = blocks_of_scales(values.shape, scales.shape)
-    if block is None:
-        raise CheckpointError(
-            f"{scale} is {describe(scales.dtype.name, scales.shape)}: its dimensions do not divide those of {name}, "
-            f"{describe(values.dtype.name, values.shape)}"
-        )
-    return block
-
-
-def _scale_name(name: str, suffix: str) -> str:
-    short = without_nnx_leaf(name)
-    return short + suffix + name[len(short) :]
-
-
 def _scale_path(name: str, tensor: Tensor) -> tuple[str, ...]:
     path = tensor.leaf.path if tensor.name == name else tuple(name.split("."))
     last = len(path) - (2 if without_nnx_leaf(name) != name else 1)
@@ -297,10 +284,14 @@ def _scale_path(name: str, tensor: Tensor) -> tuple[str, ...]:
 
 def _chosen(tensors: Tensors, wanted: Quantization) -> set[str]:
     if wanted.pattern is None:
-        found = {name for name in tensors if _is_weight(tensors[name], name) and not _LEFT_OUT.search(name)}
-        if not found:
-            raise StepNotFoundError(f"--quantize {wanted}: no leaf `weight` or `kernel` has two dimensions; name them")
-        return found
+        found = {name for name in tensors if _is_weight(tensors[name], name)}
+        chosen = {name for name in found if not _is_of_optimizer(tensors[name], name)}
+        if not chosen:
+            but = " except in an optimizer's state" * bool(found)
+            raise StepNotFoundError(
+                f"--quantize {wanted}: no leaf `weight` or `kernel` has two dimensions{but}; name them"
+            )
+        return chosen
     found = {
         name
         for name in LeafNames(tensors).matching(wanted.pattern)
@@ -313,7 +304,12 @@ def _chosen(tensors: Tensors, wanted: Quantization) -> set[str]:
 
 def _is_weight(tensor: Tensor, name: str) -> bool:
     last = without_nnx_leaf(name).rpartition(".")[2]
-    return last in ("weight", "kernel") and len(tensor.shape) == 2 and is_floating(tensor)
+    fits = last in ("weight", "kernel") and len(tensor.shape) == 2 and is_floating(tensor)
+    return fits and not _LEFT_OUT.search(name)
+
+
+def _is_of_optimizer(tensor: Tensor, name: str) -> bool:
+    return not _OPTIMIZER.isdisjoint([tensor.item, *name.split(".")[:-1]])
 
 
 def _require_weight(name: str, tensor: Tensor, *, for_hf: bool) -> None:

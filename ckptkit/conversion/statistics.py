@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
+import ml_dtypes
 import numpy as np
 
-from ckptkit.conversion.mapping import Tensors
+from ckptkit.conversion.mapping import Tensors, is_floating
 from ckptkit.formats.tensors import MEMORY_BYTES, Tensor
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.manifest import describe
@@ -74,8 +75,8 @@ def _wide_parts(block: np.ndarray) -> Any:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafDifference:
     """Differences in the values of one leaf. `ulp` counts representable numbers between two values, and is None if the
-    dtype is not floating point. `cosine` is None if one side is all zeros. `close`: every element within the
-    tolerances."""
+    dtype is not a floating-point one of up to 64 bits. `cosine` is None if one side is all zeros. `close`: every
+    element within the tolerances."""
 
     name: str
     changed: float
@@ -159,7 +160,8 @@ def _words(tensor: Tensor) -> str:
 
 def _difference(name: str, a: Tensor, b: Tensor, rtol: float, atol: float, memory_bytes: int) -> LeafDifference | None:
     """None where every bit is the same."""
-    floating = a.dtype == b.dtype and a.dtype.kind in "fV" and a.leaf.key_impl is None
+    # An extended float has no integer of its width to count with.
+    floating = a.dtype == b.dtype and is_floating(a) and a.dtype.kind != "c" and a.dtype.itemsize <= 8
     found = _Comparison(rtol, atol, floating=floating)
     block = max(a.block_shape(memory_bytes), b.block_shape(memory_bytes), key=lambda shape: math.prod(shape))
     for box in cells_of(Box.whole(a.shape), tuple(max(1, rows) for rows in block)):
@@ -251,9 +253,10 @@ def _ulp(a: np.ndarray, b: np.ndarray) -> int:
     known = ~(np.isnan(a.astype(np.float64)) | np.isnan(b.astype(np.float64)))
     ordered = []
     for part in (a[known], b[known]):
-        width = part.dtype.itemsize
-        bits = part.view(f"u{width}").astype(np.uint64)
-        sign = np.uint64(1 << (8 * width - 1))
-        ordered.append(np.where(bits & sign, sign - (bits & (sign - np.uint64(1))), bits + sign))
+        bits = part.view(f"u{part.dtype.itemsize}").astype(np.uint64)
+        facts = ml_dtypes.finfo(part.dtype)
+        sign = np.uint64(1 << (facts.bits - 1))  # of fewer than 8 bits in a byte, too
+        signed = bits & sign if facts.min < 0 else np.zeros_like(bits)  # float8_e8m0fnu has no sign
+        ordered.append(np.where(signed, sign - (bits & (sign - np.uint64(1))), bits + sign))
     high, low = np.maximum(*ordered), np.minimum(*ordered)
     return int((high - low).max(initial=0))

@@ -76,7 +76,11 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Leaves of the new model that match take their own dtype, whatever was stored. Keys are never cast."""
+    """Leaves of the new model that match take their own dtype, whatever was stored.
+
+    Keys are never cast, and complex numbers never to real ones. A Python number takes a stored value without loss, or
+    the surgery fails.
+    """
 
     pattern: str
 
@@ -88,14 +92,19 @@ class Quantize:
 
     `pattern` and `scale` name the two leaves of a weight on the side that has scales; the wildcards of `scale` are
     replaced as in `Rename`. By default the leaf with the scales is NAME_scale. Its shape determines which elements
-    share a scale: `[1, out]` for a weight `[in, out]` is one for each output channel.
-    Raises ValueError where the wildcards of the two differ.
+    share a scale: `[1, out]` for a weight `[in, out]` is one for each output channel. `block` has the sizes of the
+    blocks along the last dimensions (`(128, 128)`), for shapes that can be of several: the last block of a dimension
+    may be cut by the edge.
+    Raises ValueError where the wildcards of the two differ, or a size is not positive.
     """
 
     pattern: str
     scale: str | None = None
+    block: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.block is not None and (not self.block or min(self.block) < 1):
+            raise ValueError(f"{self.block} is not a block: give positive sizes, such as (128, 128)")
         if self.scale is not None:
             Rename(self.pattern, self.scale)
 

@@ -36,19 +36,57 @@ class LeafError:
     relative_rms: float
 
 
-def blocks_of_scales(shape: Sequence[int], scales: Sequence[int]) -> tuple[int, ...] | None:
-    """The elements of a weight that share a scale, along each dimension; None if scales of that shape do not fit."""
-    if len(shape) != len(scales) or any(s < 1 or n % s for n, s in zip(shape, scales, strict=True)):
+def blocks_of_scales(shape: Sequence[int], scales: Sequence[int]) -> list[tuple[int, ...]]:
+    """The blocks of a weight that scales of that shape may belong to: none if they fit none, two if shapes cannot tell.
+
+    Either all blocks are equal, or their size is a power of two and the last one is cut at the edge: 192 rows with 2
+    scales are 96 and 96, or 128 and 64 as in the models of DeepSeek and transformers. One scale alone is of all.
+    """
+    if math.prod(scales) == 1:
+        return [tuple(max(1, n) for n in shape)]
+    if len(shape) != len(scales) or any(n < s or s < 1 for n, s in zip(shape, scales, strict=True)):
+        return []
+    each = [(_equal(n, s), _cut(n, s)) for n, s in zip(shape, scales, strict=True)]
+    found = [tuple(a or b for a, b in each), tuple(b or a for a, b in each)]
+    return [block for block in dict.fromkeys(found) if all(block)]
+
+
+def block_that_fits(shape: Sequence[int], scales: Sequence[int], block: Sequence[int]) -> tuple[int, ...] | None:
+    """A block of the last dimensions as one of all dimensions; None if it would have scales of another shape."""
+    whole = (*(1,) * (len(shape) - len(block)), *block)
+    if not len(shape) == len(scales) == len(whole):
         return None
-    return tuple(n // s for n, s in zip(shape, scales, strict=True))
+    fits = all(-(-n // size) == s for n, size, s in zip(shape, whole, scales, strict=True))
+    return tuple(min(n, size) for n, size in zip(shape, whole, strict=True)) if fits and all(shape) else None
+
+
+def blocks_text(blocks: Sequence[Sequence[int]]) -> str:
+    """Blocks in a message: `blocks of 96x64 or blocks of 128x64`."""
+    return " or ".join(f"blocks of {'x'.join(map(str, block))}" for block in blocks)
+
+
+def _equal(size: int, count: int) -> int:
+    """The size of `count` equal blocks; 0 if they cannot be equal."""
+    return 0 if size % count else size // count
+
+
+def _cut(size: int, count: int) -> int:
+    """The power of two (or the whole) that gives `count` blocks, the last of which may be shorter; 0 if none does."""
+    if count == 1:
+        return size
+    return next((rows for power in range(size.bit_length()) if -(-size // (rows := 1 << power)) == count), 0)
 
 
 def largest(weights: Any, block: Sequence[int]) -> Any:
     """The largest magnitude in each block, as float32: an array of the shape of the scales. NaN where one is there."""
     xp = weights.__array_namespace__()
-    sizes = [size for n, b in zip(weights.shape, block, strict=True) for size in (n // b, b)]
-    magnitudes = xp.abs(xp.astype(weights, np.float32)).reshape(sizes)
-    return xp.max(magnitudes, axis=tuple(range(1, len(sizes), 2)))
+    counts = [-(-n // b) for n, b in zip(weights.shape, block, strict=True)]
+    sizes = [size for each in zip(counts, block, strict=True) for size in each]
+    magnitudes = xp.abs(xp.astype(weights, np.float32))
+    rest = [(0, count * b - n) for n, count, b in zip(weights.shape, counts, block, strict=True)]
+    if any(missing for _, missing in rest):  # blocks that the edge cuts
+        magnitudes = xp.pad(magnitudes, rest)
+    return xp.max(magnitudes.reshape(sizes), axis=tuple(range(1, len(sizes), 2)))
 
 
 def scales_for(magnitudes: Any, dtype: np.dtype[Any]) -> Any:

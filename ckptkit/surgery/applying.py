@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,7 +24,6 @@ from ckptkit.model.leaf_patterns import Rule
 from ckptkit.model.manifest import LeafRecord
 from ckptkit.model.quantization import (
     LeafError,
-    blocks_of_scales,
     dequantize,
     error_of,
     largest,
@@ -39,6 +38,7 @@ from ckptkit.snapshot.abstract import state_of
 from ckptkit.store.roots import root_url
 from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
 from ckptkit.util.own_context import own_context
+from ckptkit.util.rounding import rounded
 
 _LOOK_S = 60.0  # for the listing that tells a root from a step
 
@@ -217,9 +217,7 @@ def _of_record(record: LeafRecord) -> Leaf:
 def _wanted(leaf: Any, stored: Leaf, *, whole: bool = False) -> Any:
     """The abstract array for a stored leaf: its stored dtype, and the placement of the target's leaf, or `whole` on
     each of its devices."""
-    if isinstance(leaf, bool | int | float):
-        return leaf
-    if isinstance(leaf, np.ndarray | np.generic):
+    if isinstance(leaf, np.ndarray | np.generic | complex | int | float):
         return np.broadcast_to(np.zeros((), np.dtype(stored.dtype)), stored.shape)
     dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(stored.dtype)
     return jax.ShapeDtypeStruct(stored.shape, dtype, sharding=_whole(leaf.sharding) if whole else leaf.sharding)
@@ -246,18 +244,18 @@ def _assembled(state: Any, plan: SurgeryPlan, found: Any) -> tuple[Any, dict[str
             values, made[scale], errors[origin.target] = _quantised(origin, weights, leaf, by_path[scale])
             made[origin.leaf.path] = values
         elif origin.act == "dequantised" and origin.scale is not None:
-            made[origin.leaf.path] = _dequantised(
-                _taken(found, origin.stored.path), _taken(found, origin.scale.path), leaf
-            )
+            scales = _taken(found, origin.scale.path)
+            made[origin.leaf.path] = _dequantised(origin, _taken(found, origin.stored.path), scales, leaf)
         elif origin.act == "taken":
-            made[origin.leaf.path] = _cast(_taken(found, origin.stored.path), leaf)
+            value = _taken(found, origin.stored.path)
+            is_number = isinstance(leaf, complex | int | float) and not isinstance(leaf, np.generic)
+            made[origin.leaf.path] = _number(origin, value, type(leaf)) if is_number else _cast(value, leaf)
     return jax.tree_util.tree_unflatten(treedef, [made[origin.leaf.path] for origin in plan.origins]), errors
 
 
 def _quantised(origin: Origin, weights: Any, leaf: Any, scale: Any) -> tuple[Any, Any, LeafError]:
     """Values, scales and error of a weight; on the devices of `leaf` and `scale`, where they are arrays of JAX's."""
-    block = blocks_of_scales(weights.shape, scale.shape)
-    assert block is not None, "the plan has compared them"
+    (block,) = origin.blocks
 
     def narrow(weights: Any) -> tuple[Any, Any, Any]:
         xp = weights.__array_namespace__()
@@ -268,7 +266,7 @@ def _quantised(origin: Origin, weights: Any, leaf: Any, scale: Any) -> tuple[Any
         wide = xp.astype(weights, np.float32)
         lost = wide - dequantize(values, each)
         measured = (xp.sum(wide * wide), xp.sum(lost * lost), xp.max(xp.abs(lost)), xp.max(magnitudes))
-        return values, scales, measured
+        return values, scales.reshape(scale.shape), measured
 
     if isinstance(weights, jax.Array):
         auto = _auto(weights.sharding)
@@ -283,12 +281,12 @@ def _quantised(origin: Origin, weights: Any, leaf: Any, scale: Any) -> tuple[Any
     return values, scales, error_of(squares, lost_squares, max_abs)
 
 
-def _dequantised(values: Any, scales: Any, leaf: Any) -> Any:
+def _dequantised(origin: Origin, values: Any, scales: Any, leaf: Any) -> Any:
     """The weight, rounded once to the dtype of `leaf`; on its devices, where it is an array of JAX's."""
-    block = blocks_of_scales(values.shape, scales.shape)
-    assert block is not None, "the plan has compared them"
+    (block,) = origin.blocks
 
     def wide(values: Any, scales: Any) -> Any:
+        scales = scales.reshape((1,) * len(block)) if scales.size == 1 else scales
         each = spread(scales, block, (0,) * values.ndim, values.shape)
         return dequantize(values, each).astype(leaf.dtype)
 
@@ -315,10 +313,22 @@ def _whole(sharding: Any) -> Any:
     return sharding
 
 
+def _number(origin: Origin, value: Any, kind: type) -> Any:
+    """An array without dimensions as a Python number. Raises `SurgeryError` for a value that it cannot hold."""
+    plain = np.asarray(value).astype(object)[()]
+    with suppress(ValueError, TypeError, OverflowError):
+        made = kind(plain)
+        if made == plain or (made != made and plain != plain):  # NaN stays NaN
+            return made
+    raise SurgeryError(
+        [f"{origin.target} is {kind.__name__} in the new model: {plain} of {origin.source} would change"]
+    )
+
+
 def _cast(value: Any, leaf: Any) -> Any:
     """`value` in the dtype of `leaf`; on its devices, where it is an array of JAX's."""
-    if isinstance(leaf, bool | int | float) or value.dtype == leaf.dtype:
+    if value.dtype == leaf.dtype:
         return value
     if isinstance(value, jax.Array):
         return jax.jit(lambda array: array.astype(leaf.dtype), out_shardings=value.sharding)(value)
-    return value.astype(leaf.dtype)
+    return rounded(value, leaf.dtype)

@@ -13,7 +13,7 @@ import numpy as np
 from ckptkit.errors import SurgeryError
 from ckptkit.model.leaf_patterns import Cast, Init, Quantize, Rename, Rule, Skip, Take, matches, short_names
 from ckptkit.model.manifest import describe
-from ckptkit.model.quantization import DTYPES, blocks_of_scales
+from ckptkit.model.quantization import DTYPES, block_that_fits, blocks_of_scales, blocks_text
 from ckptkit.snapshot.describe import leaf_path
 
 LeafOutcome = Literal["taken", "initialised", "quantised", "scales", "dequantised"]
@@ -48,6 +48,7 @@ class Origin:
     source: str | None = None
     stored: Leaf | None = None
     scale: Leaf | None = None
+    blocks: tuple[tuple[int, ...], ...] = ()  # that share a scale: one in a plan
 
     @property
     def cast(self) -> bool:
@@ -157,7 +158,7 @@ class _Scaled:
         used: set[Rule],
     ):
         self._sources = sources
-        self._scales: dict[str, tuple[LeafOutcome, Leaf]] = {}  # by leaf of the new model
+        self._scales: dict[str, tuple[LeafOutcome, Leaf, tuple[tuple[int, ...], ...]]] = {}  # by leaf of the new model
         self.weights: dict[str, str] = {}  # of the new model, by the leaf with their scales
         for goal, coming in list(moves.items()):
             source, target = sources[coming[0]], targets[goal]
@@ -168,16 +169,26 @@ class _Scaled:
             if rule is None or scale is None or scale not in side:
                 continue
             used.add(rule)
+            blocks = _blocks(rule, side[name], side[scale])
             if side is targets:
-                self._scales[goal] = ("quantised", targets[scale])
+                self._scales[goal] = ("quantised", targets[scale], blocks)
                 self.weights[scale] = goal
             else:
-                self._scales[goal] = ("dequantised", sources[scale])
+                self._scales[goal] = ("dequantised", sources[scale], blocks)
 
     def origin(self, name: str, leaf: Leaf, source: str) -> Origin:
         """The origin of a leaf that a stored one goes to."""
-        act, scale = self._scales.get(name, ("taken", None))
-        return Origin(target=name, leaf=leaf, act=act, source=source, stored=self._sources[source], scale=scale)
+        act, scale, blocks = self._scales.get(name, ("taken", None, ()))
+        stored = self._sources[source]
+        return Origin(target=name, leaf=leaf, act=act, source=source, stored=stored, scale=scale, blocks=blocks)
+
+
+def _blocks(rule: Quantize, weight: Leaf, scale: Leaf) -> tuple[tuple[int, ...], ...]:
+    """The blocks that scales may be of: the one of the rule, or those that the shapes allow."""
+    if rule.block is None:
+        return tuple(blocks_of_scales(weight.shape, scale.shape))
+    block = block_that_fits(weight.shape, scale.shape, rule.block)
+    return () if block is None else (block,)
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
@@ -241,7 +252,7 @@ def _scales_to_read_back(
     return found
 
 
-def _scale_of(name: str, rules: Sequence[Rule]) -> tuple[Rule | None, str | None]:
+def _scale_of(name: str, rules: Sequence[Rule]) -> tuple[Quantize | None, str | None]:
     """The rule by which a weight has scales, and the leaf that holds them."""
     for rule in rules:
         if isinstance(rule, Quantize) and (scale := rule.scale_of(name)) is not None:
@@ -284,6 +295,9 @@ def _leaf_differences(origin: Origin, may_cast: bool) -> list[str]:
     assert found is not None
     if found.shape != leaf.shape:
         return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint ({origin.source})"]
+    if "complex" in found.dtype and "complex" not in leaf.dtype:
+        how = "a cast would drop the imaginary part; skip it, or let the new leaf be complex"
+        return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint: {how}"]
     if origin.scale is not None:
         return _scale_differences(origin, origin.scale)
     if found.dtype == leaf.dtype:
@@ -303,8 +317,11 @@ def _scale_differences(origin: Origin, scale: Leaf) -> list[str]:
     weight = origin.stored if origin.act == "quantised" else origin.leaf
     if "float" not in weight.dtype or "key<" in weight.dtype:
         return [f"{origin.target} is {origin.leaf} in the new model, {origin.stored} in the checkpoint: scale floats"]
-    if blocks_of_scales(weight.shape, scale.shape) is None:
+    if not origin.blocks:
         return [f"{origin.target} is {weight}, and the dimensions of its scales, {name} {scale}, do not divide it"]
+    if len(origin.blocks) > 1:
+        which = f"{blocks_text(origin.blocks)}: give Quantize(..., block={origin.blocks[-1]}), or the other"
+        return [f"{origin.target} is {weight}, and its scales, {name} {scale}, may be of {which}"]
     if origin.act == "quantised" and scale.dtype != "float32":
         return [f"{name} is {scale} in the new model: scales are made as float32"]
     return []

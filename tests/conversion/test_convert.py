@@ -168,6 +168,60 @@ def test_cast_keeps_small_integers(ckpt: Run, tmp_path: Path) -> None:
     assert_same_bits(read(target), expected)
 
 
+@pytest.mark.parametrize("word", ["int8", "uint8", "int64", "int4", "bool"])
+def test_cast_to_a_dtype_without_floats_is_refused(ckpt: Run, tmp_path: Path, word: str) -> None:
+    """0.4 would become 0 and 300 become 44."""
+    source = writers.by_numpy(tmp_path / "a.npz", {"w": np.asarray([0.4, 300], np.float32)})
+    said = ckpt("convert", source, tmp_path / "b.npz", "--to", "npz", "--dtype", f"w={word}")
+    assert (said.code, f"--dtype w={word}: {word} is not a dtype of floats" in said.err) == (1, True), said.err
+    assert "--quantize int8 or fp8" in said.err
+    assert not (tmp_path / "b.npz").exists()
+
+
+@pytest.mark.parametrize("to", ["npz", "orbax"])
+@pytest.mark.parametrize(
+    ("word", "notes"),
+    [
+        (
+            "float8_e4m3fn",
+            ["finite values became infinite or NaN: v (1 in float8_e4m3fn), w (3 in float8_e4m3fn)"],
+        ),
+        ("float8_e5m2", ["finite values became infinite or NaN: w (2 in float8_e5m2)"]),
+        ("float16", ["finite values became infinite or NaN: w (2 in float16)"]),
+        ("bfloat16", []),
+    ],
+)
+def test_values_that_a_cast_loses_are_counted(ckpt: Run, tmp_path: Path, word: str, notes: list[str], to: str) -> None:
+    """Weights would become NaN without a note."""
+    w = np.asarray([[1, -500, np.nan, np.inf], [1e5, 448, -1e6, 0]], np.float32)
+    tree = {"v": np.asarray([2.0**14]), "w": w, "n": np.arange(3)}
+    source = writers.by_numpy(tmp_path / "a.npz", tree)
+    words = ("convert", source, tmp_path / "b", "--to", to, "--dtype", f"**={word}")
+    dry = ckpt(*words, "--dry-run", "--json")
+    assert json.loads(dry.out)["notes"] == []
+    said = ckpt(*words, "--json", "--memory", "160")
+    assert json.loads(said.out)["notes"] == notes
+    assert all(note in ckpt("convert", source, tmp_path / "c", *words[3:]).out for note in notes)
+
+
+def test_cast_rounds_once_and_the_last_pattern_begins_anew(ckpt: Run, tmp_path: Path) -> None:
+    """float64 would be rounded twice: by way of float32, or by a pattern that another replaces."""
+    wide = {"w": np.asarray([1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8]), "x": np.asarray([1 + 2.0**-20])}
+    source = writers.by_numpy(tmp_path / "a.npz", wide)
+    casts = ("--dtype", "**=bfloat16", "--dtype", "x=float32")
+    assert ckpt("convert", source, tmp_path / "b.npz", "--to", "npz", *casts).code == 0
+    found = read(tmp_path / "b.npz")
+    assert found["w"].astype(np.float64).tolist() == [1 + 2.0**-7, 1]
+    assert (found["x"].dtype, found["x"].tolist()) == (np.dtype(np.float32), [1 + 2.0**-20])
+
+
+def test_infinities_that_a_dtype_does_not_have_are_counted(ckpt: Run, tmp_path: Path) -> None:
+    """A diverged model would look like a healthy one."""
+    source = writers.by_numpy(tmp_path / "a.npz", {"w": np.asarray([1, np.inf, np.nan], np.float32)})
+    said = ckpt("convert", source, tmp_path / "b", "--to", "npz", "--dtype", "w=float6_e2m3fn")
+    assert "infinite or NaN values became finite: w (2 in float6_e2m3fn)" in said.out
+
+
 def test_rules_keep_typed_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """A stacked or split PRNG key would come out as plain integers, without a message."""
     rules = tmp_path / "rules.toml"

@@ -13,8 +13,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit.cli import main
+from ckptkit.conversion import diff
+from ckptkit.formats.tensors import Tensor
+from ckptkit.inspection.records import LeafInfo
 from tests.cli.conftest import Ours, Run
 from tests.formats import writers
+from tests.formats.writers import dtype_of
 
 
 def difference(path: Path, a: dict[str, Any], b: dict[str, Any], *options: str, capsys: Any) -> tuple[int, Any]:
@@ -72,6 +76,30 @@ def test_signed_zeros_nans_and_infinities_differ(tmp_path: Path, capsys: pytest.
     code, found = difference(tmp_path, {"w": zero}, {"w": nan}, "--atol", "9", capsys=capsys)
     assert (code, found["values"][0]["max_abs"]) == (20, "Infinity")
     assert difference(tmp_path, {"w": nan}, {"w": nan.copy()}, capsys=capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "two", "ulp"),
+    [
+        ("int4", -7, 7, None),
+        ("uint2", 0, 3, None),
+        ("int8", -7, 7, None),
+        ("longdouble", 1, 2, None),
+        ("complex64", 1, 2, None),
+        ("bfloat16", 1, 1.015625, 2),
+        ("float8_e4m3fn", -(2.0**-9), 2.0**-9, 2),
+        ("float6_e2m3fn", -0.125, 0.125, 2),
+        ("float4_e2m1fn", -0.5, 0.5, 2),
+        ("float8_e8m0fnu", 1, 8, 3),
+        ("float8_e8m0fnu", 4, 8, 1),
+    ],
+)
+def test_ulp_counts_the_numbers_of_each_dtype(name: str, one: float, two: float, ulp: int | None) -> None:
+    """Integers would be measured as floats, and floats without a sign or of 4 bits at the wrong places."""
+    sides = [np.asarray([value]).astype(dtype_of(name)) for value in (one, two)]
+    leaf = LeafInfo(path=("w",), kind="tensor", dtype=sides[0].dtype.name, shape=(1,))
+    a, b = ({"w": Tensor(item="", leaf=leaf, fetch=lambda box, side=side: side)} for side in sides)
+    assert diff(a, b).values[0].ulp == ulp
 
 
 def test_missing_leaves_shapes_and_dtypes_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

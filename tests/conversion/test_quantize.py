@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+import shlex
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,144 @@ def test_quantised_weights_are_read_back(ckpt: Run, tmp_path: Path) -> None:
         assert found[name].tobytes() == undone(quantised[name], quantised[f"{name}_scale"]).tobytes()
     said = ckpt("convert", source, tmp_path / "again", "--to", "hf", "--quantize", "none")
     assert (said.code, "no leaf of int8 or float8_e4m3fn has its scales" in said.err) == (10, True)
+
+
+def in_blocks(scales: np.ndarray, shape: tuple[int, ...], block: tuple[int, ...]) -> np.ndarray:
+    """The scale of each element, block after block, the last of which the edge cuts."""
+    grown = np.kron(scales, np.ones(block, np.float32))
+    return grown[tuple(slice(n) for n in shape)]
+
+
+BY_TRANSFORMERS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def of_compressed_tensors(strategy: str, **more: Any) -> dict[str, Any]:
+    return {"config_groups": {"group_0": {"weights": {"strategy": strategy, "num_bits": 8, **more}}}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "config", "block"),
+    [
+        ((192, 576), (2, 5), BY_TRANSFORMERS, (128, 128)),
+        ((192, 256), (2, 2), BY_TRANSFORMERS, (128, 128)),
+        ((192, 256), (2, 2), of_compressed_tensors("block", block_structure=[128, 128]), (128, 128)),
+        ((192, 256), (2, 2), of_compressed_tensors("block", block_structure="96x128"), (96, 128)),
+        ((4, 192), (4, 2), of_compressed_tensors("group", group_size=96), (1, 96)),
+        ((300, 100), (3, 1), {"weight_block_size": [120, 120]}, (120, 120)),
+        ((192, 64), (192, 1), BY_TRANSFORMERS, (1, 64)),
+        ((2, 192, 130), (2, 2, 2), BY_TRANSFORMERS, (1, 128, 128)),
+        ((576, 64), (5, 1), None, (128, 64)),
+        ((96, 256), (3, 8), None, (32, 32)),
+        ((48, 64), (4, 1), None, (12, 64)),
+        ((64, 64), (1,), BY_TRANSFORMERS, (64, 64)),
+        ((64, 64), (), None, (64, 64)),
+        ((64, 64), (1, 1, 1), None, (64, 64)),
+    ],
+)
+@pytest.mark.parametrize("as_file", [False, True])
+def test_scales_belong_to_the_blocks_of_the_configuration(
+    ckpt: Run, tmp_path: Path, shape: Any, scales: Any, config: Any, block: Any, as_file: bool
+) -> None:
+    """Rows 96 to 127 of a weight of 192 would get the scale of the next block, and 576 rows be refused."""
+    values = RNG.standard_normal(shape).astype(FP8)
+    scale = RNG.uniform(1, 2, scales).astype(np.float32)
+    (tmp_path / "src").mkdir()
+    tensors = {"x.weight": values, "x.weight_scale_inv": np.asarray(scale)}
+    path = by_safetensors(tmp_path / "src" / "model.safetensors", tensors)
+    if config is not None:
+        (tmp_path / "src" / "config.json").write_text(json.dumps({"quantization_config": config}))
+    source = path if as_file else path.parent
+    said = ckpt("convert", source, tmp_path / "b.npz", "--to", "npz", "--quantize", "none", "--memory", "64KiB")
+    assert said.code == 0, said.err
+    of_each = scale.reshape([-(-n // b) for n, b in zip(shape, block, strict=True)])
+    expected = values.astype(np.float32) * in_blocks(of_each, shape, block)
+    assert read(tmp_path / "b.npz")["x.weight"].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("config", [None, {"weight_block_size": [64, 64]}])
+def test_scales_that_fit_two_blocks_are_refused(ckpt: Run, tmp_path: Path, config: Any) -> None:
+    """Every second weight of 192 rows would be wrong, and the command succeed."""
+    tensors = {"x.weight": np.ones((192, 128), FP8), "x.weight_scale": np.ones((2, 1), np.float32)}
+    path = by_safetensors(tmp_path / "a.safetensors", tensors)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    said = ckpt("convert", path, tmp_path / "b", "--to", "npz", "--quantize", "none")
+    assert (said.code, "may be of blocks of 96x128 or blocks of 128x128 of x.weight" in said.err) == (1, True), said.err
+    assert f"Put the model's config.json into {tmp_path}" in " ".join(said.err.split())
+    assert '{"quantization_config": {"weight_block_size": [ROWS, COLUMNS]}}' in said.err
+
+
+def test_moments_of_an_optimizer_stay_floats_unless_named(ckpt: Run, tmp_path: Path) -> None:
+    """A run would resume from moments of 8 bits, which nobody has asked for."""
+    places = ["params", "opt_state.0.mu", "opt_state.0.nu", "optimizer.0", "trace.a", "moments", "mu"]
+    tensors = {f"{place}.up.kernel": weights((8, 16)) for place in places}
+    path = by_safetensors(tmp_path / "a.safetensors", tensors)
+    said = ckpt("convert", path, tmp_path / "b", "--to", "npz", "--quantize", "int8", "--json")
+    told = json.loads(said.out)
+    assert list(told["errors"]) == ["params.up.kernel"]
+    (note,) = told["notes"]
+    assert re.fullmatch(
+        r"left as floats: (\S+\.up\.kernel,? ){5}and 1 more \(an optimizer's state, which only a pattern .*", note
+    ), note
+    assert ckpt("convert", path, tmp_path / "c", "--to", "npz", "--quantize", "**.mu.**=int8").code == 0
+    narrow = {name for name, value in read(tmp_path / "c").items() if value.dtype == np.int8}
+    assert narrow == {"opt_state.0.mu.up.kernel", "mu.up.kernel"}
+    only = by_safetensors(tmp_path / "d.safetensors", {"opt_state.0.mu.up.kernel": weights((8, 16))})
+    said = ckpt("convert", only, tmp_path / "e", "--to", "npz", "--quantize", "int8")
+    assert (said.code, "has two dimensions except in an optimizer's state; name them" in said.err) == (10, True)
+
+
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+def test_values_with_scales_are_not_cast_averaged_or_quantised(ckpt: Run, tmp_path: Path, suffix: str) -> None:
+    """Weights would be written without their scales, and the command succeed."""
+    tensors = {
+        "x.weight": np.ones((4, 4), FP8),
+        f"x.weight{suffix}": np.full((4, 1), 0.5, np.float32),
+        "y": np.ones(2, np.float32),
+    }
+    one, two = (by_safetensors(tmp_path / f"{name}.safetensors", tensors) for name in ("one one", "two"))
+    halves = {
+        "x.lora_A.weight": np.ones((2, 4), np.float32),
+        "x.lora_B.weight": np.ones((4, 2), np.float32),
+    }
+    adapter = by_safetensors(tmp_path / "adapter.safetensors", halves)
+    to = (tmp_path / "b", "--to", "npz")
+    pair = f"x.weight is quantised: its scale is x.weight{suffix}"
+    command = f"`ckptkit convert '{one}' 'one one-float32.safetensors' --to safetensors --quantize none`"
+    for words, code in [
+        (("convert", one, *to, "--dtype", "**=bfloat16"), 1),
+        (("merge", one, two, *to, "--average"), 12),
+        (("merge", one, adapter, *to, "--lora", "--lora-alpha", 1), 12),
+    ]:
+        said = ckpt(*words)
+        assert (said.code, pair in said.err, command in said.err) == (code, True, True), said.err
+    plain = by_safetensors(tmp_path / "plain.safetensors", {"z": np.ones(2, np.float32)})
+    said = ckpt("merge", one, plain, *to, "--dtype", "x.weight=float32")
+    assert (said.code, pair in said.err) == (1, True)
+    assert "`ckptkit convert --quantize none` of the checkpoint with them" in " ".join(said.err.split())
+    said = ckpt("convert", one, *to, "--quantize", "int8")
+    assert (said.code, f"x.weight{suffix} exists already" in said.err) == (1, True)
+    assert not (tmp_path / "b").exists()
+    assert ckpt("convert", one, *to, "--dtype", "y=bfloat16").code == 0
+    words = shlex.split(command.strip("`"))
+    assert ckpt(*words[1:3], tmp_path / words[3], *words[4:], "--dtype", "**=bfloat16").code == 0
+    assert (read(tmp_path / words[3])["x.weight"] == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "target"),
+    [("hf", "hf", "src-float32"), ("torch", "torch", "a-float32.torch"), ("orbax", "orbax", "src-float32")],
+)
+def test_advised_command_writes_the_format_of_its_source(
+    ckpt: Run, tmp_path: Path, kind: Any, to: str, target: str
+) -> None:
+    """The advice would name a format or a file that the command refuses."""
+    tensors = {"x.weight": np.ones((4, 4), FP8), "x.weight_scale": np.ones((4, 1), np.float32)}
+    first = by_safetensors(tmp_path / "w.safetensors", tensors)
+    source = tmp_path / ("a.pt" if kind == "torch" else "src")
+    assert ckpt("convert", first, source, "--to", kind).code == 0
+    said = ckpt("convert", source, tmp_path / "b", "--to", "npz", "--dtype", "x.weight=float32")
+    assert f"`ckptkit convert {source} {target} --to {to} --quantize none`" in said.err
+    assert ckpt("convert", source, tmp_path / target, "--to", to, "--quantize", "none").code == 0
 
 
 def test_kernels_of_a_run_have_a_scale_for_each_output(ckpt: Run, tmp_path: Path) -> None:

@@ -79,6 +79,13 @@ def test_leaves_covered_by_no_rule_are_refused() -> None:
         ({"a": jnp.zeros(2)}, {"a": jnp.zeros(3)}, [Take("a")], "a is float32[3] in the new model, float32[2] in"),
         ({"a": jnp.zeros(2)}, {"a": jnp.zeros(2, jnp.bfloat16)}, [Take("a")], "add Cast('a')"),
         ({"a": jax.random.key(0)}, {"a": jnp.zeros(())}, [Take("a"), Cast("a")], "keys cannot be cast"),
+        (
+            {"a": jnp.zeros(2, jnp.complex64)},
+            {"a": jnp.zeros(2)},
+            [Take("a"), Cast("a")],
+            "a is float32[2] in the new model, complex64[2] in the checkpoint: a cast would drop the imaginary part",
+        ),
+        ({"a": jnp.zeros((), jnp.complex64)}, {"a": 0.0}, [Take("a"), Cast("a")], "would drop the imaginary part"),
         ({}, {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, [Init("a")], "has no value to be initialised with"),
     ],
 )

@@ -137,6 +137,70 @@ def test_values_with_their_scales_are_taken_as_they_are() -> None:
     assert plan.unused_rules == (Quantize("**"),)
 
 
+@pytest.mark.parametrize("device", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "scales", "block", "given"),
+    [
+        ((192, 64), (2, 1), (128, 64), (128, 64)),
+        ((192, 64), (2, 1), (96, 64), (96, 64)),
+        ((192, 576), (2, 5), (128, 128), (128, 128)),
+        ((576, 32), (5, 1), (128, 32), None),
+        ((3, 192, 32), (3, 2, 1), (1, 128, 32), (128, 32)),
+        ((64, 32), (1,), (64, 32), None),
+        ((64, 32), (), (64, 32), None),
+    ],
+)
+def test_blocks_that_the_edge_cuts_are_scaled_both_ways(
+    tmp_path: Path, shape: Any, scales: Any, block: Any, given: Any, device: bool
+) -> None:
+    """Rows behind the middle of a weight would get the scale of another block, and the surgery succeed."""
+    full = weights(shape)
+    edge = [-n % b for n, b in zip(shape, block, strict=True)]
+    values, made = by_hand(np.pad(full, [(0, rest) for rest in edge]), "fp8", block)
+    inner = tuple(slice(n) for n in shape)
+    target = {"w": np.zeros(shape, ml_dtypes.float8_e4m3fn), "w_scale": np.zeros(scales, np.float32)}
+    rules = [Quantize("w", block=given), Take("**")]
+    found, _ = restore_into(saved(tmp_path / "full", {"w": full}), None, _on(device, target), rules)
+    assert np.asarray(found["w"]).tobytes() == values[inner].tobytes()
+    assert np.asarray(found["w_scale"]).tobytes() == made.reshape(scales).tobytes()
+    assert found["w_scale"].shape == scales
+    narrow = saved(tmp_path / "narrow", {"w": values[inner], "w_scale": made.reshape(scales)})
+    again, _ = restore_into(narrow, None, _on(device, {"w": np.zeros(shape, np.float32)}), rules)
+    assert np.asarray(again["w"]).tobytes() == undone(values, made)[inner].tobytes()
+
+
+def _on(device: bool, tree: Any) -> Any:
+    return jax.tree.map(jnp.asarray, tree) if device else tree
+
+
+@pytest.mark.parametrize("block", [(), (0, 128), (128, -1)])
+def test_block_without_a_positive_size_is_refused(block: Any) -> None:
+    """It would divide by zero far from the line that is wrong."""
+    with pytest.raises(ValueError, match=re.escape("is not a block: give positive sizes, such as (128, 128)")):
+        Quantize("w", block=block)
+
+
+@pytest.mark.parametrize("stored_is_narrow", [True, False])
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (
+            Quantize("w"),
+            "w is float32[192,64], and its scales, w_scale float32[2,1], may be of blocks of 96x64 or blocks of "
+            "128x64: give Quantize(..., block=(128, 64)), or the other",
+        ),
+        (Quantize("w", block=(64, 64)), "the dimensions of its scales, w_scale float32[2,1], do not divide it"),
+    ],
+)
+def test_scales_that_fit_several_blocks_are_refused(rule: Rule, why: str, stored_is_narrow: bool) -> None:
+    """A guess would give a third of the weights the scale of another block."""
+    full = {"w": jnp.zeros((192, 64))}
+    narrow = {"w": jnp.zeros((192, 64), jnp.int8), "w_scale": jnp.zeros((2, 1))}
+    sides = (narrow, full) if stored_is_narrow else (full, narrow)
+    with pytest.raises(SurgeryError, match=re.escape(why)):
+        plan_surgery(*sides, [rule, Take("**")])
+
+
 @pytest.mark.parametrize(
     ("target", "rules", "why"),
     [

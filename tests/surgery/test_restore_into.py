@@ -185,6 +185,41 @@ def test_every_leaf_kind_can_be_restored(tmp_path: Path) -> None:
         assert (report.item, report.proven) == ("state", root == "ours")
 
 
+@pytest.mark.parametrize("stock", [True, False])
+@pytest.mark.parametrize(
+    ("stored", "target", "expected"),
+    [
+        (jnp.int32(7), 0, 7),
+        (np.int64(7), 0, 7),
+        (7, 0, 7),
+        (jnp.bfloat16(2.5), 0.0, 2.5),
+        (jnp.float32(jnp.inf), 0.0, np.inf),
+        (jnp.int32(1), False, True),
+        (jnp.int32(2), False, None),
+        (jnp.float32(2.5), 0, None),
+        (jnp.float32(jnp.inf), 0, None),
+        (2**53 + 1, 0.0, None),
+    ],
+)
+def test_an_array_becomes_a_python_number_without_loss(
+    tmp_path: Path, stored: Any, target: Any, expected: Any, stock: bool
+) -> None:
+    """The rule that the error advises would fail, or 2.5 become step 2."""
+    if stock:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "run", {"n": stored})
+    else:
+        with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+            manager.save(1, args=saved({"n": stored}))
+    rules = [Take("n"), Cast("n")]
+    if expected is None:
+        with pytest.raises(SurgeryError, match=rf"n is {type(target).__name__} in the new model: .* of n would change"):
+            restore_into(tmp_path / "run", None, {"n": target}, rules)
+        return
+    found, _ = restore_into(tmp_path / "run", None, {"n": target}, rules)
+    assert (type(found["n"]), found["n"]) == (type(expected), expected)
+
+
 def test_restores_from_directories_that_are_not_roots(tmp_path: Path) -> None:
     """Weights that somebody published have a directory of their own."""
     state = {"a": {"w": jnp.arange(4.0)}, "b": jnp.ones(2)}
