@@ -116,8 +116,8 @@ def _names(value: Any) -> tuple[str, ...]:
 def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
     """The tensors after the rules; the first rule that matches a name takes it, what no rule matches stays as it is.
 
-    Raises `StepNotFoundError` for a rule that matches nothing, `CheckpointError` for one that does not fit a shape, or
-    gives a name twice.
+    Raises `StepNotFoundError` for a rule that matches nothing, `CheckpointError` for one that does not fit a shape,
+    gives a name twice, or stacks a leaf that was taken before.
     """
     if not rules:
         return dict(tensors)
@@ -136,6 +136,8 @@ def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
             if len(stored) < len(forms):
                 missing = next(each for each in forms if names.stored(each) is None)
                 raise CheckpointError(f"the rule for {rule.old[0]} needs leaf {missing}, which does not exist")
+            if again := [name for at, name in enumerate(stored) if name in taken or name in stored[:at]]:
+                raise CheckpointError(f"the rule for {rule.old[0]} needs leaf {again[0]}, which a rule has used before")
             taken.update(stored)
             for index, new in enumerate(rule.new):
                 target = Rename(rule.old[0], new).target_of(form) or ""

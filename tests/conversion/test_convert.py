@@ -204,6 +204,25 @@ def test_invalid_rules_are_refused(ckpt: Run, tmp_path: Path, rule: str, why: st
     assert why in said.err
 
 
+@pytest.mark.parametrize(
+    ("before", "stacked"),
+    [
+        ('from = "b"\ndrop = true', '["a", "b"]'),
+        ('from = "b"\nto = "c"', '["a", "b"]'),
+        ('from = ["b", "x"]\nto = "c"\nstack = 0', '["a", "b"]'),
+        ('from = "x"\ndrop = true', '["b", "b"]'),
+    ],
+)
+def test_leaf_is_used_by_one_rule_alone(ckpt: Run, tmp_path: Path, before: str, stacked: str) -> None:
+    """A leaf that a rule dropped or renamed would be written again, inside a stack."""
+    source = writers.by_numpy(tmp_path / "a.npz", {name: np.zeros((3, 2)) for name in ("a", "b", "x")})
+    rules = f'[[rule]]\n{before}\n[[rule]]\nfrom = {stacked}\nto = "s"\nstack = 0\n'
+    (tmp_path / "rules.toml").write_text(rules)
+    said = ckpt("convert", source, tmp_path / "t.npz", "--to", "npz", "--map", tmp_path / "rules.toml")
+    assert (said.code, "needs leaf b, which a rule has used before" in said.err) == (1, True), said.err
+    assert not (tmp_path / "t.npz").exists()
+
+
 def test_dry_run_writes_nothing_and_existing_target_is_kept(ckpt: Run, tmp_path: Path) -> None:
     """A dry run would write, or a file that is there be overwritten."""
     source = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(3)})

@@ -221,6 +221,24 @@ def test_unread_safetensors_content_is_reported(tmp_path: Path) -> None:
         assert plan_convert(opened, str(tmp_path / "t.npz"), "npz").notes == expected
 
 
+def test_files_that_an_index_leaves_out_are_named(tmp_path: Path) -> None:
+    """A shard that an index forgot would be dropped without a message, and its bytes be counted."""
+    pytest.importorskip("safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    first = writers.by_safetensors(tmp_path / "a.safetensors", {"a": values("float32", (2,))})
+    writers.by_safetensors(tmp_path / "b.safetensors", {"b": values("float32", (2,))})
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    found = ckptkit.inspect(str(tmp_path))
+    assert found.notes == ("not read: files that the index does not name: b.safetensors",)
+    assert found.items[0].stored_bytes == first.stat().st_size
+    for at in (1, 2):
+        name = f"model-{at:05d}-of-00002.safetensors"
+        writers.by_safetensors(tmp_path / name, {f"w{at}": values("float32", (2,))})
+    index.write_text(json.dumps({"weight_map": {"w1": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ckptkit.CorruptCheckpointError, match=r"1 of the 2 files model-\S+ are not in the index"):
+        open_checkpoint(str(tmp_path))
+
+
 def test_hugging_face_directory_is_read(tmp_path: Path) -> None:
     """A model in several files would be read in part, or a neighbouring file be taken for a part."""
     pytest.importorskip("safetensors")
