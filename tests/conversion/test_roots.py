@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import fsspec
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -59,6 +60,39 @@ def test_target_in_the_root_of_a_run_is_refused(command: str, ckpt: Run, tmp_pat
     assert below(root) == before
     with ckptkit.CheckpointManager(root) as manager:
         assert manager.latest_step() == 2000
+
+
+@pytest.mark.parametrize("command", ["convert", "extract", "merge", "reshard"])
+@pytest.mark.parametrize("at", ["2", "2/default", "by a link"])
+def test_target_inside_its_source_is_refused(command: str, at: str, ckpt: Run, tmp_path: Path) -> None:
+    """The work would change what it reads: it failed at its end, and blamed another writer."""
+    root = stock(tmp_path / "root", 1, 2)
+    (tmp_path / "link").symlink_to(root / "2")
+    source = tmp_path / "link" if at == "by a link" else root / at
+    before = below(root)
+    first, flags = {
+        "convert": ([], ["--to", "npz"]),
+        "extract": ([], ["--to", "npz", "--only", "w"]),
+        "merge": ([root / "1"], ["--to", "npz", "--average"]),
+        "reshard": ([], MESH),
+    }[command]
+    said = ckpt(command, *first, source, source / "new", *flags)
+    assert (said.code, "which is read; name a place outside of it" in said.err) == (1, True), said.err
+    assert below(root) == before
+
+
+def test_target_below_its_source_in_a_bucket_is_refused(ckpt: Run, tmp_path: Path) -> None:
+    """All would be read and written, and then be thrown away, because the source has one more object."""
+    file = by_safetensors(tmp_path / "m.safetensors", {"w": np.arange(3.0)})
+    memory = fsspec.filesystem("memory")
+    try:
+        memory.pipe_file("/b/inside/m.safetensors", file.read_bytes())
+        said = ckpt("convert", "memory://b/inside", "memory://b/inside//m.npz", "--to", "npz")
+        assert (said.code, "is inside memory://b/inside, which is read" in said.err) == (1, True), said.err
+        assert memory.find("/b/inside") == ["/b/inside/m.safetensors"]
+        assert ckpt("convert", "memory://b/inside", "memory://b/inside.npz", "--to", "npz").code == 0
+    finally:
+        memory.rm("/b", recursive=True)
 
 
 def test_step_among_stock_steps_must_fit_their_order(ckpt: Run, tmp_path: Path) -> None:
