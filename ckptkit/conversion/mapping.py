@@ -144,7 +144,8 @@ def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
                 _add(made, target, _changed(rule, [tensors[name] for name in stored], index, target))
     for name, tensor in tensors.items():
         if name not in taken:
-            _add(made, name, tensor)
+            _require_new(made, name)
+            made[name] = tensor  # with its path in its item, so that it keeps all of its names
     return made
 
 
@@ -185,9 +186,13 @@ def _cast(source: Tensor, dtype: np.dtype[Any], box: Box) -> np.ndarray:
         return source.read(box).astype(dtype)
 
 
-def _add(made: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+def _require_new(made: Mapping[str, Tensor], name: str) -> None:
     if name in made:
         raise CheckpointError(f"the rules give two leaves the name {name}")
+
+
+def _add(made: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    _require_new(made, name)
     path = tensor.leaf.path if tensor.name == name else tuple(name.split("."))
     made[name] = replace(tensor, leaf=replace(tensor.leaf, path=path))
 
@@ -308,35 +313,50 @@ def _without(values: Sequence[int], axis: int) -> tuple[int, ...]:
 @final
 class LeafNames:
     """The names of tensors: as stored, without NNX's last `value`, and either of them after `item:`, as `inspect`
-    prints it."""
+    prints it. Where no leaf has such a name, a name without its item is one, if only one item has it."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
+        self._tensors = tensors
         self._forms: dict[str, tuple[str, ...]] = {}
+        self._without_item: dict[str, tuple[str, ...]] = {}
         short = short_names(list(tensors))
         of_item = short_names([tensor.name for tensor in tensors.values()])
         for (name, tensor), shorter, own in zip(tensors.items(), short, of_item, strict=True):
             with_item = (f"{tensor.item}:{tensor.name}", f"{tensor.item}:{own}") if tensor.item else ()
             self._forms[name] = tuple(dict.fromkeys((name, shorter, *with_item)))
+            self._without_item[name] = (tensor.name, own)
         self._stored = {form: name for name, forms in self._forms.items() for form in forms[::-1]}
         self._stored.update({name: name for name in self._forms})
 
     def matching(self, pattern: str) -> dict[str, str]:
-        """The leaves whose name matches a pattern: by stored name, the first form that matched."""
-        found = {}
-        for name, forms in self._forms.items():
-            form = next((form for form in forms if matches(pattern, form)), None)
-            if form is not None:
-                found[name] = form
-        return found
+        """The leaves whose name matches a pattern: by stored name, the first form that matched.
+
+        Raises `CheckpointError` for a pattern without an item that only matches in several items.
+        """
+        return self._found(pattern, lambda form: matches(pattern, form))
 
     def below(self, pattern: str) -> set[str]:
-        """The stored names of the leaf or sub-tree of that name, and of the leaves that match it as a pattern."""
-        return {
-            name
-            for name, forms in self._forms.items()
-            if any(form == pattern or form.startswith(f"{pattern}.") or matches(pattern, form) for form in forms)
-        }
+        """The stored names of the leaf or sub-tree of that name, and of the leaves that match it as a pattern. Raises
+        as `matching`."""
+        inside = f"{pattern}."
+        return set(
+            self._found(pattern, lambda form: form == pattern or form.startswith(inside) or matches(pattern, form))
+        )
 
     def stored(self, form: str) -> str | None:
-        """The stored name of the leaf that is called so; None where there is none."""
-        return self._stored.get(form)
+        """The stored name of the leaf that is called so; None where there is none. Raises as `matching`."""
+        found = self._stored.get(form)
+        return found if found is not None else next(iter(self._found(form, lambda each: each == form)), None)
+
+    def _found(self, wanted: str, fits: Callable[[str], bool]) -> dict[str, str]:
+        """The first form that fits, by stored name."""
+        for kind in (self._forms, self._without_item):
+            found = {name: next(filter(fits, forms), None) for name, forms in kind.items()}
+            chosen = {name: form for name, form in found.items() if form is not None}
+            if chosen:
+                break
+        items = sorted({self._tensors[name].item for name in chosen}) if kind is self._without_item else []
+        if len(items) > 1:
+            candidates = ", ".join(f"{item}:{wanted}" for item in items)
+            raise CheckpointError(f"{wanted} is in {len(items)} items; name one of {candidates}")
+        return chosen

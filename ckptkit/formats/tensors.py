@@ -103,7 +103,8 @@ class Checkpoint:
     """An open checkpoint: its tensors by name, and what it has besides. A context manager, which closes its files.
 
     `others` are leaves that are not arrays (text, None, empty containers). `values` are small items by name. `sources`
-    are the paths whose files are read; a checkpoint that was assembled from several has all their paths.
+    are the paths whose files are read; a checkpoint that was assembled from several has all their paths. `tensors` by
+    name keep these names.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Checkpoint:
         *,
         path: str,
         format: Format,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor] | Mapping[str, Tensor],
         layout: str,
         others: Sequence[tuple[str, LeafInfo]] = (),
         facts: FormatFacts | None = None,
@@ -121,7 +122,8 @@ class Checkpoint:
         self.path = path
         self.sources = tuple(sources) or (path,)
         self.format: Format = format
-        self.tensors = tuple(tensors)
+        self._named = dict(tensors) if isinstance(tensors, Mapping) else None
+        self.tensors = tuple(tensors.values() if isinstance(tensors, Mapping) else tensors)
         self.layout = layout
         self.others = tuple(others)
         self.facts = facts or FormatFacts()
@@ -134,6 +136,8 @@ class Checkpoint:
 
     def by_name(self) -> dict[str, Tensor]:
         """The tensors by name; of several array items, `item.name`. Raises `CorruptCheckpointError` for two alike."""
+        if self._named is not None:
+            return dict(self._named)
         several = len({tensor.item for tensor in self.tensors}) > 1
         named: dict[str, Tensor] = {}
         for tensor in self.tensors:
