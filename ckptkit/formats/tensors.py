@@ -13,6 +13,7 @@ import numpy as np
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.inspection.records import LeafInfo, SaveOrigin
 from ckptkit.model.boxes import Box, blocks_of, cell_shape
+from ckptkit.model.manifest import describe
 
 Format = Literal["orbax", "slot", "safetensors", "npz", "msgpack", "torch"]
 
@@ -135,7 +136,7 @@ class Checkpoint:
         return self.format == "slot" or self.facts.origin.proven
 
     def by_name(self) -> dict[str, Tensor]:
-        """The tensors by name; of several array items, `item.name`. Raises `CorruptCheckpointError` for two alike."""
+        """The tensors by name; of several array items, `item.name`. Raises `CheckpointError` for two alike."""
         if self._named is not None:
             return dict(self._named)
         several = len({tensor.item for tensor in self.tensors}) > 1
@@ -143,7 +144,12 @@ class Checkpoint:
         for tensor in self.tensors:
             name = f"{tensor.item}.{tensor.name}" if several else tensor.name
             if name in named:
-                raise CorruptCheckpointError(f"{self.path} has two leaves of the name {name}", path=self.path)
+                raise CheckpointError(
+                    f"{self.path} has two leaves of the name {name}: {_described(named[name])}, and "
+                    f"{_described(tensor)}; keys that differ only in their type, or in dots, give one name. Rename one "
+                    "of them where the file was written",
+                    path=self.path,
+                )
             named[name] = tensor
         return named
 
@@ -152,6 +158,11 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._close()
+
+
+def _described(tensor: Tensor) -> str:
+    """The keys that lead to a leaf, one by one, and what is there."""
+    return f"{list(tensor.leaf.path)} of item {tensor.item}, {describe(tensor.dtype.name, tensor.shape)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
