@@ -316,17 +316,21 @@ class LeafNames:
     prints it. Where no leaf has such a name, a name without its item is one, if only one item has it."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        self._tensors = tensors
+        self._items = {name: tensor.item for name, tensor in tensors.items()}
         self._forms: dict[str, tuple[str, ...]] = {}
         self._without_item: dict[str, tuple[str, ...]] = {}
         short = short_names(list(tensors))
-        of_item = short_names([tensor.name for tensor in tensors.values()])
-        for (name, tensor), shorter, own in zip(tensors.items(), short, of_item, strict=True):
-            with_item = (f"{tensor.item}:{tensor.name}", f"{tensor.item}:{own}") if tensor.item else ()
+        full = [f"{tensor.item}:{tensor.name}" for tensor in tensors.values()]
+        for (name, tensor), shorter, *of_item in zip(tensors.items(), short, full, short_names(full), strict=True):
+            with_item = of_item if tensor.item else ()
             self._forms[name] = tuple(dict.fromkeys((name, shorter, *with_item)))
-            self._without_item[name] = (tensor.name, own)
+            self._without_item[name] = tuple(form[len(tensor.item) + 1 :] for form in of_item)
         self._stored = {form: name for name, forms in self._forms.items() for form in forms[::-1]}
         self._stored.update({name: name for name in self._forms})
+        self._of_items: dict[str, set[str]] = {}
+        for name, forms in self._without_item.items():
+            for form in forms:
+                self._of_items.setdefault(form, set()).add(name)
 
     def matching(self, pattern: str) -> dict[str, str]:
         """The leaves whose name matches a pattern: by stored name, the first form that matched.
@@ -345,18 +349,27 @@ class LeafNames:
 
     def stored(self, form: str) -> str | None:
         """The stored name of the leaf that is called so; None where there is none. Raises as `matching`."""
-        found = self._stored.get(form)
-        return found if found is not None else next(iter(self._found(form, lambda each: each == form)), None)
+        if form in self._stored:
+            return self._stored[form]
+        found = self._of_items.get(form, set())
+        self._require_one_item(form, found)
+        return next(iter(found), None)
 
     def _found(self, wanted: str, fits: Callable[[str], bool]) -> dict[str, str]:
         """The first form that fits, by stored name."""
-        for kind in (self._forms, self._without_item):
-            found = {name: next(filter(fits, forms), None) for name, forms in kind.items()}
-            chosen = {name: form for name, form in found.items() if form is not None}
-            if chosen:
-                break
-        items = sorted({self._tensors[name].item for name in chosen}) if kind is self._without_item else []
+        if chosen := _first_fits(self._forms, fits):
+            return chosen
+        chosen = _first_fits(self._without_item, fits)
+        self._require_one_item(wanted, chosen)
+        return chosen
+
+    def _require_one_item(self, wanted: str, names: Iterable[str]) -> None:
+        items = sorted({self._items[name] for name in names})
         if len(items) > 1:
             candidates = ", ".join(f"{item}:{wanted}" for item in items)
             raise CheckpointError(f"{wanted} is in {len(items)} items; name one of {candidates}")
-        return chosen
+
+
+def _first_fits(forms: Mapping[str, Sequence[str]], fits: Callable[[str], bool]) -> dict[str, str]:
+    found = {name: next(filter(fits, several), None) for name, several in forms.items()}
+    return {name: form for name, form in found.items() if form is not None}

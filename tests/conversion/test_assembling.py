@@ -101,7 +101,9 @@ def test_leaf_of_several_items_is_found_without_its_item(
 
 
 @pytest.mark.parametrize("command", ["convert", "extract", "with rules"])
-@pytest.mark.parametrize("name", ["params.w", "state:params.w", "state.params.w", "params.*"])
+@pytest.mark.parametrize(
+    "name", ["params.w", "state:params.w", "state.params.w", "params.*", "params.b", "state:params.b"]
+)
 def test_cast_takes_the_same_names_in_every_command(
     name: str, command: str, two_items: Path, ckpt: Run, tmp_path: Path
 ) -> None:
@@ -113,7 +115,7 @@ def test_cast_takes_the_same_names_in_every_command(
     flags = ("--to", "orbax", "--dtype", f"{name}=float16", *more, *rules)
     assert ckpt(first, two_items, tmp_path / "p", *flags).code == 0
     found = read(tmp_path / "p")
-    assert found["state.params.w"].dtype == np.float16
+    assert found["state.params.b.value" if name.endswith("b") else "state.params.w"].dtype == np.float16
     assert found["state.shared.s"].dtype == found["ema.shared.s"].dtype == np.float32
     assert ("m.m" if rules else "ema.mean.m") in found
 
