@@ -82,6 +82,8 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
     for module, (kind, halves) in pairs.items():
         name = _base_of(names, module, kind)
         why = _unfit(name, halves, tensors.get(name), config, module)
+        if why is None and made[name] is not tensors[name]:
+            why = f"{name} has a second update, {module}.lora_*"
         if why is not None:
             differences.append(why)
             continue

@@ -180,10 +180,18 @@ def test_adapter_of_nnx_is_merged_as_nnx_saves_it(kind: str, to: str, ckpt: Run,
     np.testing.assert_allclose(strong["up.kernel"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_two_updates_of_one_weight_are_refused(ckpt: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stem", "why"),
+    [
+        (("q.lora_{0}.x.weight", "q.lora_{0}.y.weight"), "is a second update of the same weight"),
+        (("q.lora_{1}", "q.lora.lora_{1}"), "q.kernel has a second update, q.lora"),
+    ],
+)
+def test_two_updates_of_one_weight_are_refused(stem: tuple[str, str], why: str, ckpt: Run, tmp_path: Path) -> None:
     """Of two adapters in one file the last would be merged, without a message."""
-    halves = {"A": np.ones((2, 6), np.float32), "B": np.ones((6, 2), np.float32)}
-    update = {f"{MODULES[0]}.lora_{side}.{one}.weight": half for one in "xy" for side, half in halves.items()}
-    base, path = by_safetensors(tmp_path / "b.safetensors", BASE), by_safetensors(tmp_path / "a.safetensors", update)
+    square = np.ones((6, 6), np.float32)
+    update = {each.format(side, side.lower()): square for each in stem for side in "AB"}
+    base = by_safetensors(tmp_path / "b.safetensors", {"q.weight": square, "q.kernel": square})
+    path = by_safetensors(tmp_path / "a.safetensors", update)
     said = ckpt("merge", base, path, tmp_path / "m", "--lora", "--lora-alpha", 2, "--to", "npz")
-    assert (said.code, "is a second update of the same weight" in said.err) == (12, True), said.err
+    assert (said.code, why in said.err) == (12, True), said.err
