@@ -7,7 +7,6 @@ they give read their sources box by box.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ def extracted(source: Checkpoint, only: Sequence[str], without: Sequence[str] = 
 
     `params` is the leaf or sub-tree of that name, `state:params` that of an item; a pattern with wildcards (see
     `leaf_patterns`) is of whole names. NNX's last `value` may be left out.
-    Raises `StepNotFoundError` for one that matches nothing.
+    Raises `StepNotFoundError` for one that matches nothing, `CheckpointError` for one that several items have.
     """
     tensors = source.by_name()
     names = LeafNames(tensors)
@@ -121,31 +120,23 @@ def state_of(sources: Sequence[Checkpoint]) -> str:
 
 
 def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor], *, parts: bool = False) -> Checkpoint:
-    """One that is read like any other. Its tensors are of one item, so that their names stay what they are.
+    """One that is read like any other. Its tensors keep their names here, and those with which they are asked for.
 
     Unless it is of `parts`, it knows what else the sources have, which whoever writes it has to leave out.
     """
     first = sources[0]
-    named = [
-        replace(tensor, item="", leaf=tensor.leaf if tensor.name == name else _renamed(tensor, name))
-        for name, tensor in tensors.items()
-    ]
     values = {name: value for source in sources for name, value in source.facts.values.items() if not parts}
     problems = tuple(problem for source in sources for problem in source.facts.problems)
     facts = FormatFacts(kind=first.facts.kind, step=first.facts.step, values=values, problems=problems)
     return Checkpoint(
         path=" + ".join(source.path for source in sources),
         format=first.format,
-        tensors=named,
+        tensors=tensors,
         layout=first.layout,
         others=[each for source in sources for each in source.others if not parts],
         facts=facts,
         sources=[path for source in sources for path in source.sources],
     )
-
-
-def _renamed(tensor: Tensor, name: str) -> Any:
-    return replace(tensor.leaf, path=tuple(name.split(".")))
 
 
 def _ruled(source: Checkpoint, rules: Sequence[MapRule]) -> Tensors:

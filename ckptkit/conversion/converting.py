@@ -12,7 +12,14 @@ from functools import partial
 from typing import Any, Literal, final
 
 from ckptkit.conversion.casting import Cast, notes_of
-from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
+from ckptkit.conversion.destination import (
+    Destination,
+    begin,
+    require_orbax_target,
+    require_outside,
+    require_unchanged,
+    target_url,
+)
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
 from ckptkit.conversion.item_writer import require_tree, write_step
 from ckptkit.conversion.journal import Journal, fingerprint
@@ -109,11 +116,12 @@ def plan_convert(
 ) -> ConvertPlan:
     """The plan of `convert`; writes nothing.
 
-    Raises `CheckpointError` for impossible rules, names or chunks, for an existing local target, and for an Orbax
-    target in the root of a run. Requests to a bucket are retried for `timeout_s`. Raises `StepNotFoundError` for a rule
-    or cast that matches no leaf.
+    Raises `CheckpointError` for impossible rules, names or chunks, for an existing local target or one inside the
+    source, and for an Orbax target in the root of a run. Requests to a bucket are retried for `timeout_s`. Raises
+    `StepNotFoundError` for a rule or cast that matches no leaf.
     """
     target, casts = target_url(target), tuple(casts)
+    require_outside(target, source.sources)
     if to == "orbax":
         require_orbax_target(target)
         require_fitting(target, timeout_s=timeout_s)

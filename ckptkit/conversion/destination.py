@@ -44,6 +44,16 @@ def target_url(target: str) -> str:
     return target
 
 
+def require_outside(target: str, sources: Iterable[str]) -> None:
+    """Raises `CheckpointError` for a target, as `target_url` gives it, below a source: the work would change what it
+    reads."""
+    for source in map(root_url, sources):
+        if target.startswith(f"{source.rstrip('/')}/"):
+            raise CheckpointError(
+                f"{target} is inside {source}, which is read; name a place outside of it", path=target
+            )
+
+
 def require_orbax_target(url: str) -> None:
     """Raises `CheckpointError` for a place to which nobody writes, and from which nobody reads, Orbax's checkpoints."""
     if backend_of(url).driver is None:

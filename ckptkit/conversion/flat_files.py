@@ -37,6 +37,8 @@ FlatFormat = Literal["safetensors", "npz", "torch"]
 _ALIGN = 64  # of the bytes of a tensor in a zip, as torch does, so that they can be mapped
 _ROOT = "archive"
 _AT_ONCE_BYTES = 1 << 20
+_NAME_BYTES_MAX = 0xFFFF  # of a zip member (APPNOTE 4.4.10)
+_SHOWN = 60  # characters of a name in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,8 @@ def _plan_safetensors(name: str, tensors: Tensors) -> FlatFile:
 
 def _plan_zip(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
     packer = _Packer()
+    for key in tensors:
+        _require_zip_name(key, format)
     if format == "npz":
         for key, tensor in tensors.items():
             if key.startswith("/") or ".." in key.split("/") or "\\" in key or "\0" in key:
@@ -180,6 +184,19 @@ def _plan_zip(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
             packer.add(f"{_ROOT}/data/{number}", b"", key, tensor.nbytes)
         packer.add(f"{_ROOT}/version", b"3\n")
     return FlatFile(name=name, format=format, members=tuple(packer.members), size=packer.at)
+
+
+def _require_zip_name(key: str, format: FlatFormat) -> None:
+    """Raises `CheckpointError` for a name that is not UTF-8, or that is too long where it names a member."""
+    try:
+        size = len(f"{key}.npy".encode())
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{key[:_SHOWN]!r} is not a name in UTF-8; rename it with --map") from error
+    if format == "npz" and size > _NAME_BYTES_MAX:
+        raise CheckpointError(
+            f"{key[:_SHOWN]!r}... has a name of {size} bytes with .npy, and npz has at most {_NAME_BYTES_MAX}; rename "
+            "it with --map"
+        )
 
 
 @final

@@ -12,18 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.conversion.mapping import add_into, is_floating
+from ckptkit.conversion.mapping import LeafNames, add_into, is_floating
 from ckptkit.conversion.scales import plain_advice, scaled_text
 from ckptkit.errors import CheckpointError, MergeError
 from ckptkit.formats.tensors import Checkpoint, Tensor
 from ckptkit.inspection.places import Place
 from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_patterns import short_names
 from ckptkit.model.manifest import describe
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's, next to an adapter's weights
 
 _PEFT = re.compile(r"(?:base_model\.model\.)?(?P<of>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
 _NNX = re.compile(r"(?P<of>.+)\.lora_(?P<side>[ab])")  # flax.nnx.LoRA: x @ lora_a @ lora_b
+_OF_LINEAR = ".lora"  # of flax.nnx.LoRALinear, which has its kernel next to this module
 # Settings of PEFT 0.21's LoraConfig that only guide the training.
 _WITHOUT_EFFECT = frozenset(
     """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules inference_mode
@@ -64,7 +66,8 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
     """The tensors of `base` with the low-rank updates of `adapter` added: W + alpha / rank x (the product of the two).
 
     PEFT's names (`base_model.model.X.lora_A.weight` of [rank, in], `lora_B` of [out, rank], for `X.weight`) and NNX's
-    (`X.lora_a` of [in, rank], `lora_b` of [rank, out], for `X.kernel`); E. Hu et al., "LoRA", 2021, section 4.1.
+    (`X.lora_a` of [in, rank], `lora_b` of [rank, out], for `X.kernel`, each with or without NNX's last `value`;
+    `X.lora.lora_a` of its LoRALinear too); E. Hu et al., "LoRA", 2021, section 4.1.
     PEFT's `adapter_config.json` next to the adapter is honoured; `alpha` replaces its `lora_alpha`, and its
     `alpha_pattern` still applies. Computed in float32, or float64 where the base is, and rounded once.
 
@@ -75,14 +78,17 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
     config = adapter_config(adapter)
     config = config if alpha is None else replace(config, alpha=alpha)
     tensors, made = base.by_name(), dict(base.by_name())
+    names = LeafNames(tensors)
     pairs, differences = _pairs(adapter)
-    updated = [f"{module}.{kind}" for module, (kind, _) in pairs.items()]
+    updated = [_base_of(names, module, kind) for module, (kind, _) in pairs.items()]
     scaled = [text for name in updated if name in tensors and (text := scaled_text(name, tensors)) is not None]
     if scaled:
         raise MergeError(scaled, advice=plain_advice([base]))
     for module, (kind, halves) in pairs.items():
-        name = f"{module}.{kind}"
+        name = _base_of(names, module, kind)
         why = _unfit(name, halves, tensors.get(name), config, module)
+        if why is None and made[name] is not tensors[name]:
+            why = f"{name} has a second update, {module}.lora_*"
         if why is not None:
             differences.append(why)
             continue
@@ -186,14 +192,26 @@ _Pairs = dict[str, tuple[str, dict[str, Tensor]]]  # by module: the name of its 
 def _pairs(adapter: Checkpoint) -> tuple[_Pairs, list[str]]:
     pairs: _Pairs = {}
     differences = []
-    for name, tensor in adapter.by_name().items():
-        match = _PEFT.fullmatch(name) or _NNX.fullmatch(name)
+    tensors = adapter.by_name()
+    for (name, tensor), short in zip(tensors.items(), short_names(list(tensors)), strict=True):
+        match = _PEFT.fullmatch(name) or _NNX.fullmatch(short)
         if match is None:
             differences.append(f"{name} of {adapter.path} is not a low-rank update")
             continue
         kind = "weight" if match["side"] in "AB" else "kernel"
-        pairs.setdefault(match["of"], (kind, {}))[1][match["side"]] = tensor
+        halves = pairs.setdefault(match["of"], (kind, {}))[1]
+        if match["side"] in halves:
+            differences.append(f"{name} of {adapter.path} is a second update of the same weight")
+        halves[match["side"]] = tensor
     return pairs, differences
+
+
+def _base_of(names: LeafNames, module: str, kind: str) -> str:
+    """The stored name of the weight of a module; where the base has none, the name that it would have."""
+    name = names.stored(f"{module}.{kind}")
+    if name is None and kind == "kernel":
+        name = names.stored(f"{module.removesuffix(_OF_LINEAR)}.{kind}")
+    return name or f"{module}.{kind}"
 
 
 def _factors(halves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -117,8 +117,8 @@ def _names(value: Any) -> tuple[str, ...]:
 def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
     """The tensors after the rules; the first rule that matches a name takes it, what no rule matches stays as it is.
 
-    Raises `StepNotFoundError` for a rule that matches nothing, `CheckpointError` for one that does not fit a shape, or
-    gives a name twice.
+    Raises `StepNotFoundError` for a rule that matches nothing, `CheckpointError` for one that does not fit a shape,
+    gives a name twice, or stacks a leaf that was taken before.
     """
     if not rules:
         return dict(tensors)
@@ -137,13 +137,16 @@ def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
             if len(stored) < len(forms):
                 missing = next(each for each in forms if names.stored(each) is None)
                 raise CheckpointError(f"the rule for {rule.old[0]} needs leaf {missing}, which does not exist")
+            if again := [name for at, name in enumerate(stored) if name in taken or name in stored[:at]]:
+                raise CheckpointError(f"the rule for {rule.old[0]} needs leaf {again[0]}, which a rule has used before")
             taken.update(stored)
             for index, new in enumerate(rule.new):
                 target = Rename(rule.old[0], new).target_of(form) or ""
                 _add(made, target, _changed(rule, [tensors[name] for name in stored], index, target))
     for name, tensor in tensors.items():
         if name not in taken:
-            _add(made, name, tensor)
+            _require_new(made, name)
+            made[name] = tensor  # with its path in its item, so that it keeps all of its names
     return made
 
 
@@ -188,9 +191,13 @@ def is_floating(tensor: Tensor) -> bool:
     return tensor.leaf.key_impl is None and (tensor.dtype.kind in "fc" or small)
 
 
-def _add(made: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+def _require_new(made: Mapping[str, Tensor], name: str) -> None:
     if name in made:
         raise CheckpointError(f"the rules give two leaves the name {name}")
+
+
+def _add(made: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    _require_new(made, name)
     path = tensor.leaf.path if tensor.name == name else tuple(name.split("."))
     made[name] = replace(tensor, leaf=replace(tensor.leaf, path=path))
 
@@ -311,35 +318,63 @@ def _without(values: Sequence[int], axis: int) -> tuple[int, ...]:
 @final
 class LeafNames:
     """The names of tensors: as stored, without NNX's last `value`, and either of them after `item:`, as `inspect`
-    prints it."""
+    prints it. Where no leaf has such a name, a name without its item is one, if only one item has it."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
+        self._items = {name: tensor.item for name, tensor in tensors.items()}
         self._forms: dict[str, tuple[str, ...]] = {}
+        self._without_item: dict[str, tuple[str, ...]] = {}
         short = short_names(list(tensors))
-        of_item = short_names([tensor.name for tensor in tensors.values()])
-        for (name, tensor), shorter, own in zip(tensors.items(), short, of_item, strict=True):
-            with_item = (f"{tensor.item}:{tensor.name}", f"{tensor.item}:{own}") if tensor.item else ()
+        full = [f"{tensor.item}:{tensor.name}" for tensor in tensors.values()]
+        for (name, tensor), shorter, *of_item in zip(tensors.items(), short, full, short_names(full), strict=True):
+            with_item = of_item if tensor.item else ()
             self._forms[name] = tuple(dict.fromkeys((name, shorter, *with_item)))
+            self._without_item[name] = tuple(form[len(tensor.item) + 1 :] for form in of_item)
         self._stored = {form: name for name, forms in self._forms.items() for form in forms[::-1]}
         self._stored.update({name: name for name in self._forms})
+        self._of_items: dict[str, set[str]] = {}
+        for name, forms in self._without_item.items():
+            for form in forms:
+                self._of_items.setdefault(form, set()).add(name)
 
     def matching(self, pattern: str) -> dict[str, str]:
-        """The leaves whose name matches a pattern: by stored name, the first form that matched."""
-        found = {}
-        for name, forms in self._forms.items():
-            form = next((form for form in forms if matches(pattern, form)), None)
-            if form is not None:
-                found[name] = form
-        return found
+        """The leaves whose name matches a pattern: by stored name, the first form that matched.
+
+        Raises `CheckpointError` for a pattern without an item that only matches in several items.
+        """
+        return self._found(pattern, lambda form: matches(pattern, form))
 
     def below(self, pattern: str) -> set[str]:
-        """The stored names of the leaf or sub-tree of that name, and of the leaves that match it as a pattern."""
-        return {
-            name
-            for name, forms in self._forms.items()
-            if any(form == pattern or form.startswith(f"{pattern}.") or matches(pattern, form) for form in forms)
-        }
+        """The stored names of the leaf or sub-tree of that name, and of the leaves that match it as a pattern. Raises
+        as `matching`."""
+        inside = f"{pattern}."
+        return set(
+            self._found(pattern, lambda form: form == pattern or form.startswith(inside) or matches(pattern, form))
+        )
 
     def stored(self, form: str) -> str | None:
-        """The stored name of the leaf that is called so; None where there is none."""
-        return self._stored.get(form)
+        """The stored name of the leaf that is called so; None where there is none. Raises as `matching`."""
+        if form in self._stored:
+            return self._stored[form]
+        found = self._of_items.get(form, set())
+        self._require_one_item(form, found)
+        return next(iter(found), None)
+
+    def _found(self, wanted: str, fits: Callable[[str], bool]) -> dict[str, str]:
+        """The first form that fits, by stored name."""
+        if chosen := _first_fits(self._forms, fits):
+            return chosen
+        chosen = _first_fits(self._without_item, fits)
+        self._require_one_item(wanted, chosen)
+        return chosen
+
+    def _require_one_item(self, wanted: str, names: Iterable[str]) -> None:
+        items = sorted({self._items[name] for name in names})
+        if len(items) > 1:
+            candidates = ", ".join(f"{item}:{wanted}" for item in items)
+            raise CheckpointError(f"{wanted} is in {len(items)} items; name one of {candidates}")
+
+
+def _first_fits(forms: Mapping[str, Sequence[str]], fits: Callable[[str], bool]) -> dict[str, str]:
+    found = {name: next(filter(fits, several), None) for name, several in forms.items()}
+    return {name: form for name, form in found.items() if form is not None}

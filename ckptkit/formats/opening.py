@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 
+from ckptkit.durable.lifecycle.classify import content_of
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.msgpack import open_msgpack
 from ckptkit.formats.npz import open_npz
 from ckptkit.formats.ranges import open_ranges
-from ckptkit.formats.safetensors import SUFFIX, is_sharded, open_safetensors, open_sharded
+from ckptkit.formats.safetensors import INDEX, SUFFIX, is_sharded, open_safetensors, open_sharded
 from ckptkit.formats.tensors import Checkpoint
 from ckptkit.formats.torch import open_torch, pickle_member
 from ckptkit.formats.zips import read_entries
@@ -20,16 +22,18 @@ from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import root_url
 from ckptkit.util.gc_pause import collection_paused
+from ckptkit.util.words import first_of
 
 _MSGPACK_MAPS = (*range(0x80, 0x90), 0xDE, 0xDF)
 _PICKLES = b"\x80"
+_NAMED = 5  # files in a note
 
 
 @collection_paused()  # 100,000 leaves are a million objects that all stay
 def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
     """The checkpoint at `path`, ready to be read box by box; close it, or use it as a context manager.
 
-    A directory is a step, an item, a root (its newest step), a fast tier's slots, or one of Hugging Face's with
+    A directory is a step, an item, a root (its newest step), a fast tier's slots, or else one of Hugging Face's with
     safetensors. A file is safetensors, npz, a zip of `torch.save`, Flax's msgpack, or a manifest. The bytes of a file
     determine its format, not its name. Cost: metadata only.
 
@@ -42,9 +46,9 @@ def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
     if properties_of(url).file_system and local_kind(url) is None:
         raise nothing_at(url, "there is no such file or directory; check the path")
     place = Place.open(url, timeout_s=timeout_s)
-    if is_sharded(place.names()):
+    if _is_model_directory(place):
         return open_sharded(place)
-    return _open_orbax(path, timeout_s)
+    return _open_orbax(path, timeout_s, place)
 
 
 @collection_paused()
@@ -61,8 +65,9 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
     url = root_url(path)
     if not _is_file(url, timeout_s) or _is_manifest(url):
         known = not properties_of(url).file_system or local_kind(url) == stat.S_IFDIR
-        if not known or not is_sharded(Place.open(url, timeout_s=timeout_s).names()):
-            return inspect_orbax(path, timeout_s=timeout_s)
+        place = Place.open(url, timeout_s=timeout_s) if known else None
+        if place is None or not _is_model_directory(place):
+            return _with_unread_files(inspect_orbax(path, timeout_s=timeout_s), place)
     with open_checkpoint(path, timeout_s=timeout_s) as opened:
         return inspection_of(opened, timeout_s=timeout_s)
 
@@ -94,23 +99,41 @@ def inspection_of(opened: Checkpoint, *, timeout_s: float) -> Inspection:
 def _stored_bytes(opened: Checkpoint, timeout_s: float) -> int:
     """Of the file, or of the files of a directory that have tensors."""
     if opened.facts.kind == "directory":
+        read = {span.path.rpartition("/")[2] for tensor in opened.tensors for span in tensor.spans}
         sizes = Place.open(opened.path, timeout_s=timeout_s).sizes()
-        return sum(size for name, size in sizes.items() if name.endswith(SUFFIX))
+        return sum(size for name, size in sizes.items() if name in read)
     ranges = open_ranges(opened.path)
     ranges.close()
     return ranges.size
 
 
-def _open_orbax(path: str, timeout_s: float) -> Checkpoint:
+def _open_orbax(path: str, timeout_s: float, place: Place | None = None) -> Checkpoint:
     from ckptkit.formats.orbax import open_orbax  # imports Orbax, which what reads metadata or files does not need
 
-    return open_orbax(inspect_orbax(path, timeout_s=timeout_s, passes_over=False), timeout_s=timeout_s)
+    found = inspect_orbax(path, timeout_s=timeout_s, passes_over=False)
+    return open_orbax(_with_unread_files(found, place), timeout_s=timeout_s)
+
+
+def _with_unread_files(found: Inspection, place: Place | None) -> Inspection:
+    """`found`, with a note that names the files of safetensors next to it."""
+    files = [] if place is None else [name for name in place.names() if name.endswith((SUFFIX, INDEX))]
+    note = f"not read: {first_of(files, _NAMED)}; name a file to read it"
+    return replace(found, notes=(*found.notes, note)) if files else found
 
 
 def _is_manifest(url: str) -> bool:
     """Whether a file's name is that of a record of ours."""
     name = url.rpartition("/")[2]
     return paths.save_of_manifest(name) is not None or paths.process_of_sidecar(name) is not None
+
+
+def _is_model_directory(place: Place) -> bool:
+    """Whether it is one of Hugging Face's. A file that was exported into a root, a step or an item does not change what
+    the directory is: that file has a path of its own."""
+    names = place.names()
+    if not is_sharded(names) or paths.STEP_METADATA in names or paths.COMMIT_MARK in names:
+        return False
+    return content_of(names, lambda below: place.below(below).names()) in ("nothing", "step")
 
 
 def _is_file(url: str, timeout_s: float) -> bool:

@@ -84,10 +84,15 @@ class Rebuilt:
     dtype: str | None = None
 
 
+class UnsupportedValueError(Exception):
+    """A pickle that may be sound, and has a value that is not read."""
+
+
 def unpickled(data: bytes) -> Any:
     """The value: dicts, lists, tuples, sets, text, numbers, `Name` of dtypes, `Rebuilt` tensors.
 
-    Raises ValueError for anything else, and for bytes that are not a pickle.
+    Raises `UnsupportedValueError` for a value of another type, ValueError for anything else, and for bytes that are not
+    a pickle.
     """
     try:
         return _Interpreter(io.BytesIO(data)).load()
@@ -116,8 +121,9 @@ class _Interpreter(pickle._Unpickler):  # the interpreter in Python; its public 
         """The name, if it is one of torch's."""
         plain = module in ("torch", "torch.storage") and (name.endswith("Storage") or name in TORCH)
         if (module, name) not in _CALLS and not plain:
-            raise ValueError(
-                f"the pickle names {module[:60]}.{name[:60]}, and only tensors and containers are read; it was not run"
+            raise UnsupportedValueError(
+                f"it has a value made by {module[:60]}.{name[:60]}, which is not supported: only tensors, containers, "
+                f"text and numbers are read, and nothing was run; {_instead_of(module, name)}"
             )
         return Name(module, name)
 
@@ -133,7 +139,10 @@ class _Interpreter(pickle._Unpickler):  # the interpreter in Python; its public 
         target = _of(dict, self.stack[-1])
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             if type(key) not in (str, int, float, bool):
-                raise ValueError(f"a {type(key).__name__} as a key of a dict")
+                raise UnsupportedValueError(
+                    f"it has a {type(key).__name__} as a key of a dict, which is not supported; save it with text as "
+                    "the key instead"
+                )
             target[key] = value
 
     def build(self) -> None:
@@ -174,6 +183,15 @@ def _rebuilt(name: str, storage: Any, offset: Any, shape: Any, strides: Any, *mo
             "save tensor.resolve_conj().resolve_neg() instead"
         )
     return Rebuilt(_of(TorchStorage, storage), _of(int, offset), _of(tuple, shape), _of(tuple, strides), dtype)
+
+
+def _instead_of(module: str, name: str) -> str:
+    """The advice in the error for a value that torch pickles by this name."""
+    if module.partition(".")[0] == "numpy":
+        return "save value.item() of a NumPy scalar, and torch.from_numpy(value) of an array, instead"
+    if name == "complex":
+        return "save torch.tensor(value) of a complex number instead"
+    return "load the file where it can be trusted, and save its tensors alone"
 
 
 def _words(value: Any) -> str:

@@ -85,7 +85,11 @@ def open_sharded(place: Place) -> Checkpoint:
         layout=f"{len(files)} files" + ", index" * (expected is not None),
         facts=FormatFacts(
             kind="directory",
-            notes=(*_left_out("tensors that the index does not name", unnamed), *_left_out("metadata", list(metadata))),
+            notes=(
+                *_left_out("tensors that the index does not name", unnamed),
+                *_left_out("files that the index does not name", _unlisted(place, files)),
+                *_left_out("metadata", list(metadata)),
+            ),
         ),
         close=close,
     )
@@ -102,7 +106,7 @@ def _files_of(place: Place) -> tuple[list[str], dict[str, str] | None]:
         raise CorruptCheckpointError(f"{place.url} has {len(indexes)} indexes; name one of its files", path=place.url)
     if not indexes:
         names = [name for name in place.names() if name.endswith(SUFFIX)]
-        _require_whole_sets(place, names)
+        _require_whole_sets(place, names, "missing, or not there yet")
         return names, None
     ranges = open_ranges(f"{place.url}/{indexes[0]}")
     with closing(ranges), readable(ranges.path):
@@ -115,18 +119,23 @@ def _files_of(place: Place) -> tuple[list[str], dict[str, str] | None]:
     absent = sorted(set(mapped.values()) - set(place.names()))
     if absent:
         raise CorruptCheckpointError(f"{place.url}: {absent[0]} is missing, but in the index", path=place.url)
+    _require_whole_sets(place, list(set(mapped.values())), "not in the index")
     return sorted(set(mapped.values())), mapped
 
 
-def _require_whole_sets(place: Place, names: Sequence[str]) -> None:
-    """If a file's name declares it one of several, all of them must be there. The index is written last: without this
-    check, a model that is uploaded or downloaded in part would look like a smaller model."""
+def _unlisted(place: Place, files: Sequence[str]) -> list[str]:
+    return [name for name in place.names() if name.endswith(SUFFIX) and name not in files]
+
+
+def _require_whole_sets(place: Place, names: Sequence[str], lacking_are: str) -> None:
+    """If a file's name declares it one of several, `names` must have all of them. The index is written last: without
+    this check, a model that is uploaded or downloaded in part would look like a smaller model."""
     parts = [(match[1], int(match[2]), int(match[3])) for name in names if (match := _PART.fullmatch(name))]
     for stem, count in sorted({(stem, count) for stem, _, count in parts}):
         lacking = count - len({part for each, part, of in parts if (each, of) == (stem, count)})
         if lacking > 0:
             raise CorruptCheckpointError(
-                f"{place.url}: {lacking} of the {count} files {stem}-*-of-* are missing, or not there yet",
+                f"{place.url}: {lacking} of the {count} files {stem}-*-of-* are {lacking_are}",
                 path=place.url,
             )
 

@@ -13,6 +13,7 @@ import numpy as np
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.inspection.records import LeafInfo, SaveOrigin
 from ckptkit.model.boxes import Box, blocks_of, cell_shape
+from ckptkit.model.manifest import describe
 
 Format = Literal["orbax", "slot", "safetensors", "npz", "msgpack", "torch"]
 
@@ -103,7 +104,8 @@ class Checkpoint:
     """An open checkpoint: its tensors by name, and what it has besides. A context manager, which closes its files.
 
     `others` are leaves that are not arrays (text, None, empty containers). `values` are small items by name. `sources`
-    are the paths whose files are read; a checkpoint that was assembled from several has all their paths.
+    are the paths whose files are read; a checkpoint that was assembled from several has all their paths. `tensors` by
+    name keep these names.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Checkpoint:
         *,
         path: str,
         format: Format,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor] | Mapping[str, Tensor],
         layout: str,
         others: Sequence[tuple[str, LeafInfo]] = (),
         facts: FormatFacts | None = None,
@@ -121,7 +123,8 @@ class Checkpoint:
         self.path = path
         self.sources = tuple(sources) or (path,)
         self.format: Format = format
-        self.tensors = tuple(tensors)
+        self._named = dict(tensors) if isinstance(tensors, Mapping) else None
+        self.tensors = tuple(tensors.values() if isinstance(tensors, Mapping) else tensors)
         self.layout = layout
         self.others = tuple(others)
         self.facts = facts or FormatFacts()
@@ -133,13 +136,20 @@ class Checkpoint:
         return self.format == "slot" or self.facts.origin.proven
 
     def by_name(self) -> dict[str, Tensor]:
-        """The tensors by name; of several array items, `item.name`. Raises `CorruptCheckpointError` for two alike."""
+        """The tensors by name; of several array items, `item.name`. Raises `CheckpointError` for two alike."""
+        if self._named is not None:
+            return dict(self._named)
         several = len({tensor.item for tensor in self.tensors}) > 1
         named: dict[str, Tensor] = {}
         for tensor in self.tensors:
             name = f"{tensor.item}.{tensor.name}" if several else tensor.name
             if name in named:
-                raise CorruptCheckpointError(f"{self.path} has two leaves of the name {name}", path=self.path)
+                raise CheckpointError(
+                    f"{self.path} has two leaves of the name {name}: {_described(named[name])}, and "
+                    f"{_described(tensor)}; keys that differ only in their type, or in dots, give one name. Rename one "
+                    "of them where the file was written",
+                    path=self.path,
+                )
             named[name] = tensor
         return named
 
@@ -148,6 +158,11 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._close()
+
+
+def _described(tensor: Tensor) -> str:
+    """The keys that lead to a leaf, one by one, and what is there."""
+    return f"{list(tensor.leaf.path)} of item {tensor.item}, {describe(tensor.dtype.name, tensor.shape)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

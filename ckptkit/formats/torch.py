@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.errors import CheckpointError
 from ckptkit.formats.dtypes import TORCH, checked_shape, noted
-from ckptkit.formats.pickles import Rebuilt, unpickled
+from ckptkit.formats.pickles import Rebuilt, UnsupportedValueError, unpickled
 from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, ranges_to_keep
 from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FileSpan, Tensor
 from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
@@ -21,6 +22,7 @@ from ckptkit.inspection.records import LeafInfo
 PICKLE = "data.pkl"
 NOTES = "ckptkit.json"  # a member with the notes of `formats.dtypes`, which torch does not look at
 _NODES_MAX = LEAVES_MAX
+_EXPANDED_BYTES_MAX = 1 << 30  # of a view that repeats its elements: a file of 1 KiB must not fill a disk
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -42,10 +44,14 @@ STORAGE_OF = {name: kind for kind, name in _STORAGES.items() if kind != "Untyped
 def open_torch(path: str) -> Checkpoint:
     """A file of `torch.save`. Cost: the archive's directory, its pickle, and a small read per storage.
 
-    Raises `CorruptCheckpointError` for a pickle that needs more than tensors and containers: nothing of it is executed.
+    Raises `CheckpointError` for a pickle that needs more than tensors and containers: nothing of it is executed. Raises
+    `CorruptCheckpointError` for a damaged one.
     """
     with ranges_to_keep(path) as ranges, readable(path):
-        tensors, others = _read(ranges)
+        try:
+            tensors, others = _read(ranges)
+        except UnsupportedValueError as error:
+            raise CheckpointError(f"{path}: {error}", path=path) from error
     return Checkpoint(
         path=path,
         format="torch",
@@ -116,7 +122,9 @@ def _tensor(
     name = ".".join(path)
     word = value.dtype or _STORAGES.get(value.storage.kind, "")
     if word not in TORCH:
-        raise ValueError(f"{name} has dtype {word or value.storage.kind!r}, which is not read")
+        raise UnsupportedValueError(
+            f"{name} has dtype {word or value.storage.kind!r}, which is not supported; save it in another dtype instead"
+        )
     dtype, shape, strides = TORCH[word], checked_shape(value.shape), checked_shape(value.strides)
     if len(shape) != len(strides):
         raise ValueError(f"{name} has shape {shape} and strides {strides}")
@@ -125,8 +133,13 @@ def _tensor(
         raise ValueError(f"the storage of {name} is not in the archive")
     last = value.offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     elements = math.prod(shape)
-    if elements and (value.offset < 0 or (last + 1) * dtype.itemsize > entry.size_bytes or elements > entry.size_bytes):
+    if elements and (value.offset < 0 or (last + 1) * dtype.itemsize > entry.size_bytes):
         raise ValueError(f"{name} is {dtype}{list(shape)}, and its storage has {entry.size_bytes} bytes")
+    if elements > entry.size_bytes and elements * dtype.itemsize > _EXPANDED_BYTES_MAX:
+        raise UnsupportedValueError(
+            f"{name} is {dtype}{list(shape)}, expanded from a storage of {entry.size_bytes} bytes to more than "
+            f"{_EXPANDED_BYTES_MAX}, which is not supported; save the tensor before it is expanded instead"
+        )
     start = value.offset * dtype.itemsize
     whole = not entry.compressed and strides == c_strides(shape)
     dtype, shape, key_impl = noted(dtype, shape, notes.get(name), set(TORCH.values()))

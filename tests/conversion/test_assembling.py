@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit.conversion as conversion
@@ -66,6 +67,70 @@ def test_extract_applies_rules(ckpt: Run, tmp_path: Path) -> None:
     arguments = ("--only", "params", "--map", tmp_path / "rules.toml", "--to", "npz")
     assert ckpt("extract", source, tmp_path / "p", *arguments).code == 0
     assert sorted(read(tmp_path / "p")) == ["a.bias", "a.kernel", "ab"]
+
+
+@pytest.fixture
+def two_items(tmp_path: Path) -> Path:
+    """A step with two array items; `shared` is in both."""
+    leaves = {name: np.full((2, 3), at, np.float32) for at, name in enumerate("wbm")}
+    state = {"params": {"w": leaves["w"], "b": {"value": leaves["b"]}}, "shared": {"s": leaves["w"]}}
+    args = {"state": state, "ema": {"mean": {"m": leaves["m"]}, "shared": {"s": leaves["m"]}}}
+    with ocp.CheckpointManager(tmp_path / "root") as manager:
+        manager.save(1, args=ocp.args.Composite(**{name: ocp.args.StandardSave(tree) for name, tree in args.items()}))
+    return tmp_path / "root/1"
+
+
+@pytest.mark.parametrize(
+    ("only", "expected"),
+    [
+        ("params", ["state.params.b.value", "state.params.w"]),
+        ("params.w", ["state.params.w"]),
+        ("params.b", ["state.params.b.value"]),
+        ("mean.*", ["ema.mean.m"]),
+        ("ema:shared", ["ema.shared.s"]),
+        ("ema", ["ema.mean.m", "ema.shared.s"]),
+        ("**.s", ["ema.shared.s", "state.shared.s"]),
+    ],
+)
+def test_leaf_of_several_items_is_found_without_its_item(
+    only: str, expected: list[str], two_items: Path, ckpt: Run, tmp_path: Path
+) -> None:
+    """A name that only one item has would match nothing unless the item is named, against the documents."""
+    assert ckpt("extract", two_items, tmp_path / "p", "--only", only, "--to", "npz").code == 0
+    assert sorted(read(tmp_path / "p")) == expected
+
+
+@pytest.mark.parametrize("command", ["convert", "extract", "with rules"])
+@pytest.mark.parametrize(
+    "name", ["params.w", "state:params.w", "state.params.w", "params.*", "params.b", "state:params.b"]
+)
+def test_cast_takes_the_same_names_in_every_command(
+    name: str, command: str, two_items: Path, ckpt: Run, tmp_path: Path
+) -> None:
+    """A cast would take a leaf by one of its names in one command, and not in another, or not with rules."""
+    (tmp_path / "rules.toml").write_text('[[rule]]\nfrom = "mean.*"\nto = "m.*"\n')
+    rules = ("--map", tmp_path / "rules.toml") if command == "with rules" else ()
+    words = ("extract", "--only", "ema", "--only", "state") if command == "extract" else ("convert",)
+    first, *more = words
+    flags = ("--to", "orbax", "--dtype", f"{name}=float16", *more, *rules)
+    assert ckpt(first, two_items, tmp_path / "p", *flags).code == 0
+    found = read(tmp_path / "p")
+    assert found["state.params.b.value" if name.endswith("b") else "state.params.w"].dtype == np.float16
+    assert found["state.shared.s"].dtype == found["ema.shared.s"].dtype == np.float32
+    assert ("m.m" if rules else "ema.mean.m") in found
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--only", "shared"), ("--only", "share?.s"), ("--only", "ema", "--only", "state", "--dtype", "shared.s=float16")],
+)
+def test_name_that_several_items_have_is_refused(
+    flags: tuple[str, ...], two_items: Path, ckpt: Run, tmp_path: Path
+) -> None:
+    """Leaves of another item would be written too, or the error would report that there are none."""
+    said = ckpt("extract", two_items, tmp_path / "p", "--to", "npz", *flags)
+    name = flags[-1].partition("=")[0]
+    assert (said.code, f"{name} is in 2 items; name one of ema:{name}, state:{name}" in said.err) == (1, True), said.err
 
 
 def test_merge_keeps_the_leaves_of_every_source(ckpt: Run, tmp_path: Path) -> None:

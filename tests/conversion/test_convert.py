@@ -258,6 +258,25 @@ def test_invalid_rules_are_refused(ckpt: Run, tmp_path: Path, rule: str, why: st
     assert why in said.err
 
 
+@pytest.mark.parametrize(
+    ("before", "stacked"),
+    [
+        ('from = "b"\ndrop = true', '["a", "b"]'),
+        ('from = "b"\nto = "c"', '["a", "b"]'),
+        ('from = ["b", "x"]\nto = "c"\nstack = 0', '["a", "b"]'),
+        ('from = "x"\ndrop = true', '["b", "b"]'),
+    ],
+)
+def test_leaf_is_used_by_one_rule_alone(ckpt: Run, tmp_path: Path, before: str, stacked: str) -> None:
+    """A leaf that a rule dropped or renamed would be written again, inside a stack."""
+    source = writers.by_numpy(tmp_path / "a.npz", {name: np.zeros((3, 2)) for name in ("a", "b", "x")})
+    rules = f'[[rule]]\n{before}\n[[rule]]\nfrom = {stacked}\nto = "s"\nstack = 0\n'
+    (tmp_path / "rules.toml").write_text(rules)
+    said = ckpt("convert", source, tmp_path / "t.npz", "--to", "npz", "--map", tmp_path / "rules.toml")
+    assert (said.code, "needs leaf b, which a rule has used before" in said.err) == (1, True), said.err
+    assert not (tmp_path / "t.npz").exists()
+
+
 def test_dry_run_writes_nothing_and_existing_target_is_kept(ckpt: Run, tmp_path: Path) -> None:
     """A dry run would write, or a file that is there be overwritten."""
     source = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(3)})
@@ -291,6 +310,36 @@ def test_npz_name_outside_its_directory_is_refused(ckpt: Run, tmp_path: Path) ->
     source = writers.by_flax(tmp_path / "a.msgpack", {"../../x": np.arange(3)})
     assert ckpt("convert", source, tmp_path / "b.npz", "--to", "npz").code == 1
     assert os.listdir(tmp_path) == ["a.msgpack"]
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "why"),
+    [
+        ("n" * 70_000, "npz", "has a name of 70004 bytes with .npy, and npz has at most 65535"),
+        ("n" * 65_532, "npz", "has a name of 65536 bytes"),
+        ("é" * 32_766, "npz", "has a name of 65536 bytes"),
+        ("\ud800", "npz", "is not a name in UTF-8"),
+        ("\ud800", "torch", "is not a name in UTF-8"),
+    ],
+    ids=["long", "longer by one byte", "long in UTF-8", "surrogate-npz", "surrogate-torch"],
+)
+def test_name_that_an_archive_cannot_have_is_refused(name: str, to: str, why: str, ckpt: Run, tmp_path: Path) -> None:
+    """The command would end with an internal error, after all data is written."""
+    header = json.dumps({name: {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+    said = ckpt("convert", tmp_path / "a.safetensors", tmp_path / "b", "--to", to)
+    assert (said.code, why in said.err, len(said.err) < 400) == (1, True, True), said.err[:1000]
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_longest_name_of_an_archive_is_written(ckpt: Run, tmp_path: Path) -> None:
+    """A name that fits would be refused, or not be read again."""
+    source = writers.by_safetensors(tmp_path / "a.safetensors", {"n" * 65_531: np.arange(3)})
+    assert ckpt("convert", source, tmp_path / "b.npz", "--to", "npz").code == 0
+    with np.load(tmp_path / "b.npz") as loaded:
+        assert_same_bits(dict(loaded), read(tmp_path / "b.npz"))
+    assert ckpt("convert", source, tmp_path / "b.pt", "--to", "torch").code == 0
+    assert_same_bits(read(tmp_path / "b.pt"), read(source))
 
 
 def test_omitted_items_and_leaves_are_reported(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> None:

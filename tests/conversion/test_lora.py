@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 from tests.cli.conftest import Run
 from tests.cli.conftest import ckpt as ckpt  # the fixture
@@ -135,3 +138,60 @@ def test_config_of_an_adapter_in_a_bucket_is_read(ckpt: Run, tmp_path: Path) -> 
         memory.rm("/lora", recursive=True)
     transposed = {module: product.T for module, product in products.items()}
     assert_scaled(found, transposed, dict.fromkeys(MODULES, 2.0) | {"model.layers.0.v": 4.0})
+
+
+class Adapted(nnx.Module):
+    """A layer with an adapter next to it, as flax.nnx.LoRA, or one that has its adapter inside."""
+
+    def __init__(self, kind: str):
+        rngs = nnx.Rngs(3)
+        self.up: Any
+        if kind == "LoRA":
+            self.up = nnx.LoRA(8, 2, 6, base_module=nnx.Linear(8, 6, rngs=rngs), rngs=rngs)
+        else:
+            self.up = nnx.LoRALinear(8, 6, lora_rank=2, rngs=rngs)
+        lora = self.up if kind == "LoRA" else self.up.lora
+        lora.lora_b[...] = jnp.asarray(RNG.standard_normal((2, 6)), jnp.float32)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+@pytest.mark.parametrize("kind", ["LoRA", "LoRALinear"])
+@pytest.mark.parametrize("to", ["orbax", "safetensors"])
+def test_adapter_of_nnx_is_merged_as_nnx_saves_it(kind: str, to: str, ckpt: Run, tmp_path: Path) -> None:
+    """The names that NNX saves end in `value`: its own adapters would be refused, or their strength be another."""
+    model = Adapted(kind)
+    x = jnp.asarray(RNG.standard_normal((3, 8)), jnp.float32)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "all", nnx.state(model))
+    (tmp_path / "rules.toml").write_text('[[rule]]\nfrom = "up.base_module.*"\nto = "up.*"\n')
+    rules = ("--map", tmp_path / "rules.toml") if kind == "LoRA" else ()
+    base, adapter, done = tmp_path / "base", tmp_path / "adapter", tmp_path / "done.npz"
+    assert ckpt("extract", tmp_path / "all", base, "--without", "**.lora_?", "--to", to, *rules).code == 0
+    assert ckpt("extract", tmp_path / "all", adapter, "--only", "**.lora_?", "--to", to).code == 0
+    flags = ("--lora", "--to", "npz", "--lora-alpha")
+    assert ckpt("merge", base, adapter, done, *flags, 2).code == 0
+    found = {name.removesuffix(".value"): leaf for name, leaf in read(done).items()}
+    np.testing.assert_allclose(x @ found["up.kernel"] + found["up.bias"], model.up(x), rtol=1e-5, atol=1e-5)
+    lora = model.up if kind == "LoRA" else model.up.lora
+    kernel = (model.up.base_module if kind == "LoRA" else model.up).kernel[...]
+    assert ckpt("merge", base, adapter, tmp_path / "strong.npz", *flags, 16).code == 0
+    expected = kernel + lora.lora_a[...] @ lora.lora_b[...] * 16 / 2
+    strong = {name.removesuffix(".value"): leaf for name, leaf in read(tmp_path / "strong.npz").items()}
+    np.testing.assert_allclose(strong["up.kernel"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stem", "why"),
+    [
+        (("q.lora_{0}.x.weight", "q.lora_{0}.y.weight"), "is a second update of the same weight"),
+        (("q.lora_{1}", "q.lora.lora_{1}"), "q.kernel has a second update, q.lora"),
+    ],
+)
+def test_two_updates_of_one_weight_are_refused(stem: tuple[str, str], why: str, ckpt: Run, tmp_path: Path) -> None:
+    """Of two adapters in one file the last would be merged, without a message."""
+    square = np.ones((6, 6), np.float32)
+    update = {each.format(side, side.lower()): square for each in stem for side in "AB"}
+    base = by_safetensors(tmp_path / "b.safetensors", {"q.weight": square, "q.kernel": square})
+    path = by_safetensors(tmp_path / "a.safetensors", update)
+    said = ckpt("merge", base, path, tmp_path / "m", "--lora", "--lora-alpha", 2, "--to", "npz")
+    assert (said.code, why in said.err) == (12, True), said.err

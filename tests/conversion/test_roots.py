@@ -6,16 +6,20 @@ import os
 import shutil
 from pathlib import Path
 
+import fsspec
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
 from ckptkit.conversion import leased
 from ckptkit.errors import CheckpointError
+from ckptkit.formats import open_checkpoint
 from ckptkit.model import paths
 from ckptkit.store import open_store
 from tests.cli.conftest import Run
+from tests.formats.writers import by_safetensors
 
 MESH = ("--mesh", "a=1")
 
@@ -56,6 +60,39 @@ def test_target_in_the_root_of_a_run_is_refused(command: str, ckpt: Run, tmp_pat
     assert below(root) == before
     with ckptkit.CheckpointManager(root) as manager:
         assert manager.latest_step() == 2000
+
+
+@pytest.mark.parametrize("command", ["convert", "extract", "merge", "reshard"])
+@pytest.mark.parametrize("at", ["2", "2/default", "by a link"])
+def test_target_inside_its_source_is_refused(command: str, at: str, ckpt: Run, tmp_path: Path) -> None:
+    """The work would change what it reads: it failed at its end, and blamed another writer."""
+    root = stock(tmp_path / "root", 1, 2)
+    (tmp_path / "link").symlink_to(root / "2")
+    source = tmp_path / "link" if at == "by a link" else root / at
+    before = below(root)
+    first, flags = {
+        "convert": ([], ["--to", "npz"]),
+        "extract": ([], ["--to", "npz", "--only", "w"]),
+        "merge": ([root / "1"], ["--to", "npz", "--average"]),
+        "reshard": ([], MESH),
+    }[command]
+    said = ckpt(command, *first, source, source / "new", *flags)
+    assert (said.code, "which is read; name a place outside of it" in said.err) == (1, True), said.err
+    assert below(root) == before
+
+
+def test_target_below_its_source_in_a_bucket_is_refused(ckpt: Run, tmp_path: Path) -> None:
+    """All would be read and written, and then be thrown away, because the source has one more object."""
+    file = by_safetensors(tmp_path / "m.safetensors", {"w": np.arange(3.0)})
+    memory = fsspec.filesystem("memory")
+    try:
+        memory.pipe_file("/b/inside/m.safetensors", file.read_bytes())
+        said = ckpt("convert", "memory://b/inside", "memory://b/inside//m.npz", "--to", "npz")
+        assert (said.code, "is inside memory://b/inside, which is read" in said.err) == (1, True), said.err
+        assert memory.find("/b/inside") == ["/b/inside/m.safetensors"]
+        assert ckpt("convert", "memory://b/inside", "memory://b/inside.npz", "--to", "npz").code == 0
+    finally:
+        memory.rm("/b", recursive=True)
 
 
 def test_step_among_stock_steps_must_fit_their_order(ckpt: Run, tmp_path: Path) -> None:
@@ -112,3 +149,33 @@ def test_step_among_stock_steps_has_a_name_like_theirs(ckpt: Run, tmp_path: Path
     refused = ckpt("reshard", other / "50", root / "50", *MESH)
     assert (refused.code, "step_3" in refused.err, "(step_50)" in refused.err) == (1, True, True), refused.err
     assert ckpt("reshard", other / "50", root / "step_50", *MESH).code == 0
+
+
+@pytest.mark.parametrize("at", ["", "2", "2/default"])
+@pytest.mark.parametrize("writer", ["ckptkit", "orbax"])
+def test_exported_file_does_not_hide_the_run(writer: str, at: str, ckpt: Run, tmp_path: Path) -> None:
+    """Every command would read an old export in place of the newest step, without a message."""
+    root = run(tmp_path / "root", 1, 1, 2) if writer == "ckptkit" else stock(tmp_path / "root", 1, 2)
+    place = root / at
+    by_safetensors(place / "old.safetensors", {"w": np.zeros(3, np.float32)})
+    with open_checkpoint(str(place)) as opened:
+        assert opened.by_name()["w"].read().tolist() == [2, 3, 4]
+    found = ckptkit.inspect(str(place))
+    assert found.kind == ("item" if at.endswith("default") else "step")
+    assert "not read: old.safetensors; name a file to read it" in found.notes
+    same = by_safetensors(tmp_path / "same.safetensors", {"w": np.array([2, 3, 4], np.float32)})
+    assert ckpt("diff", place, same).code == 0
+    if not at:
+        assert ckpt("merge", root, root / "2", tmp_path / "m.npz", "--average", "--to", "npz").code == 0
+        with np.load(tmp_path / "m.npz") as loaded:
+            assert loaded["w"].tolist() == [2, 3, 4]
+
+
+def test_directory_of_hugging_face_with_other_directories_is_read(ckpt: Run, tmp_path: Path) -> None:
+    """A model would be taken for a root or a step because of a directory in it."""
+    for below in ("onnx", "original", ".cache/huggingface", "7"):
+        (tmp_path / "m" / below).mkdir(parents=True)
+        (tmp_path / "m" / below / "config.json").write_text("{}")
+    by_safetensors(tmp_path / "m/model.safetensors", {"w": np.arange(3.0)})
+    assert ckptkit.inspect(str(tmp_path / "m")).kind == "directory"
+    assert ckpt("convert", tmp_path / "m", tmp_path / "m.npz", "--to", "npz").code == 0

@@ -17,7 +17,7 @@ import ckptkit
 from ckptkit.conversion import plan_convert
 from ckptkit.formats import open_checkpoint
 from ckptkit.model.boxes import Box
-from tests.cli.conftest import Ours
+from tests.cli.conftest import Ours, Run
 from tests.formats import writers
 from tests.formats.writers import LOW, PLAIN, Write, flat, same_bits, tree, values
 from tests.states import make_state, raw
@@ -82,6 +82,62 @@ def test_torch_tensors_views_and_storages_are_read(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     torch.save(model.state_dict(), tmp_path / "model.pt")
     assert_reads(tmp_path / "model.pt", {name: leaf.numpy() for name, leaf in model.state_dict().items()})
+
+
+def test_expanded_torch_views_are_read(tmp_path: Path) -> None:
+    """A view that repeats the elements of a small storage is sound, and would be called damaged."""
+    torch = pytest.importorskip("torch")
+    base = torch.arange(3.0).reshape(3, 1)
+    views = {"wide": base.expand(3, 40), "one": torch.tensor(7.0).expand(500), "part": base[1:].expand(2, 30).t()}
+    torch.save(views, tmp_path / "views.pt")
+    assert_reads(tmp_path / "views.pt", {name: view.numpy() for name, view in views.items()})
+    torch.save({"huge": base.expand(3, 1 << 30)}, tmp_path / "huge.pt")
+    with pytest.raises(ckptkit.CheckpointError, match=r"huge is float32\S+ 1073741824\], .* not supported") as error:
+        open_checkpoint(str(tmp_path / "huge.pt"))
+    assert not isinstance(error.value, ckptkit.CorruptCheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("value", "instead"),
+    [
+        (np.float64(3), r"value.item\(\)"),
+        (np.arange(3), "torch.from_numpy"),
+        (1 + 2j, r"torch.tensor\(value\)"),
+        (Path("x"), "save its tensors alone"),
+        ({(1, 2): 3}, "text as the key"),
+    ],
+    ids=["numpy scalar", "numpy array", "complex", "path", "tuple as a key"],
+)
+def test_unsupported_value_in_a_torch_file_is_not_called_damage(value: Any, instead: str, tmp_path: Path) -> None:
+    """The owner of a sound file would look for a damaged disk, and not know what to save."""
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.ones(2), "value": value}, tmp_path / "t.pt")
+    with pytest.raises(ckptkit.CheckpointError, match=rf"t.pt: it has .* not supported.*{instead}") as error:
+        open_checkpoint(str(tmp_path / "t.pt"))
+    assert not isinstance(error.value, ckptkit.CorruptCheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("tree", "name", "both"),
+    [
+        ({"a.b": 2, "a": {"b": 3}}, "a.b", ("['a.b']", "['a', 'b']")),
+        ({1: 2, "1": 3}, "1", ("['1'] of item tree, float32[2]", "['1'] of item tree, float32[3]")),
+    ],
+)
+def test_names_that_collide_are_both_named(
+    tree: Any, name: str, both: tuple[str, str], tmp_path: Path, ckpt: Run
+) -> None:
+    """A sound file would be called damaged, and its owner would not know which names collide."""
+    torch = pytest.importorskip("torch")
+
+    def made(node: Any) -> Any:
+        return {key: made(inner) for key, inner in node.items()} if isinstance(node, dict) else torch.ones(node)
+
+    torch.save(made(tree), tmp_path / "t.pt")
+    assert ckpt("inspect", tmp_path / "t.pt").code == 0
+    said = ckpt("convert", tmp_path / "t.pt", tmp_path / "t.npz", "--to", "npz")
+    assert (said.code, f"has two leaves of the name {name}: " in said.err) == (1, True), said.err
+    assert all(each in said.err for each in both), said.err
 
 
 @pytest.mark.parametrize("mark", ["conj", "neg"])
@@ -218,7 +274,25 @@ def test_unread_safetensors_content_is_reported(tmp_path: Path) -> None:
     expected = ("not read: tensors that the index does not name: b", *expected)
     with open_checkpoint(str(tmp_path)) as opened:
         assert opened.facts.notes == expected
-        assert plan_convert(opened, str(tmp_path / "t.npz"), "npz").notes == expected
+        assert plan_convert(opened, str(tmp_path.parent / "t.npz"), "npz").notes == expected
+
+
+def test_files_that_an_index_leaves_out_are_named(tmp_path: Path) -> None:
+    """A shard that an index forgot would be dropped without a message, and its bytes be counted."""
+    pytest.importorskip("safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    first = writers.by_safetensors(tmp_path / "a.safetensors", {"a": values("float32", (2,))})
+    writers.by_safetensors(tmp_path / "b.safetensors", {"b": values("float32", (2,))})
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    found = ckptkit.inspect(str(tmp_path))
+    assert found.notes == ("not read: files that the index does not name: b.safetensors",)
+    assert found.items[0].stored_bytes == first.stat().st_size
+    for at in (1, 2):
+        name = f"model-{at:05d}-of-00002.safetensors"
+        writers.by_safetensors(tmp_path / name, {f"w{at}": values("float32", (2,))})
+    index.write_text(json.dumps({"weight_map": {"w1": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ckptkit.CorruptCheckpointError, match=r"1 of the 2 files model-\S+ are not in the index"):
+        open_checkpoint(str(tmp_path))
 
 
 def test_hugging_face_directory_is_read(tmp_path: Path) -> None:

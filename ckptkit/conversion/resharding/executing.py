@@ -10,7 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
+from ckptkit.conversion.destination import (
+    Destination,
+    begin,
+    require_orbax_target,
+    require_outside,
+    require_unchanged,
+    target_url,
+)
 from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, works_of
 from ckptkit.conversion.journal import data_prefix, fingerprint
 from ckptkit.conversion.passes import BytesProgress, counted
@@ -47,8 +54,10 @@ def plan_reshard(
     timeout_s: float = 20.0,
 ) -> ReshardPlan:
     """The plan of `reshard`. Raises `CheckpointError` for a mesh or spec that does not fit, for an existing local
-    target, and for a target in the root of a run. Requests to a bucket are retried for `timeout_s`."""
+    target or one inside the source, and for a target in the root of a run. Requests to a bucket are retried for
+    `timeout_s`."""
     url = target_url(target)
+    require_outside(url, source.opened.sources)
     require_orbax_target(url)
     is_step = source.opened.facts.kind == "step"
     require_fitting(url, source.save_id if is_step else None, timeout_s=timeout_s)

@@ -82,7 +82,7 @@ def open_source(path: str, *, timeout_s: float) -> ReshardSource:
         )
     if opened.facts.problems:
         raise CorruptCheckpointError("; ".join(opened.facts.problems), path=opened.path)
-    if any("unfinished" in note for note in opened.facts.notes):
+    if any(note.startswith("unfinished:") for note in opened.facts.notes):
         raise CheckpointError(f"{opened.path} was never committed, and is not resharded", path=opened.path)
     place = Place.open(opened.path, timeout_s=timeout_s)
     is_step = opened.facts.kind == "step"
