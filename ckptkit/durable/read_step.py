@@ -248,7 +248,7 @@ class DurableReader:
             self._require_named_items(items)
 
     def require_all_items(self) -> None:
-        """Raises `CorruptCheckpointError` if a step of ours has lost the directory of an item. Cost: a small read."""
+        """Raises `CorruptCheckpointError` if the step has lost the directory of an item. Cost: a small read."""
         self._require_named_items(self.item_names())
 
     def _require_named_items(self, items: Sequence[str]) -> None:

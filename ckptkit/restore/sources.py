@@ -111,8 +111,8 @@ class SourceSearch:
         raise failed or CorruptCheckpointError(f"the slots of save {save_id} are missing or damaged", step=save_id.step)
 
     def require_all_items(self) -> None:
-        """Raises `CorruptCheckpointError` where a durable step of ours has lost an item that was saved."""
-        if self.candidate.durable and self.candidate.save_id.ours:
+        """Raises `CorruptCheckpointError` where a durable step has lost an item that was saved."""
+        if self.candidate.durable:
             self._open_durable(self._proves).require_all_items()
 
     def proving_all(self, own: Holdings) -> SourceSearch:

@@ -118,13 +118,15 @@ def _array_items(step_url: str) -> dict[str, Place]:
 def restore_stock(durable: DurableSteps, step: int, wanted: RestoreRequest) -> dict[str, Any]:
     """A step that stock Orbax wrote, read by stock Orbax: correct bytes cannot be proven, only readability.
 
-    Raises `CorruptCheckpointError` if it cannot be read, `ItemNotFoundError`, and Orbax's other errors.
+    Raises `CorruptCheckpointError` if it cannot be read or has lost an item, `ItemNotFoundError`, and Orbax's other
+    errors.
     """
     if not durable.reader(step).item_names():
         raise CorruptCheckpointError(f"step {step} in {durable.url} holds no item", step=step, tier=DURABLE)
     try:
         return _restored(durable, step, wanted)
     except ItemNotFoundError:
+        durable.reader(step).require_all_items()
         raise
     except Exception as error:
         if is_damage(error) and not _is_of_an_iterator(error):
