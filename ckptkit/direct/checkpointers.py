@@ -125,6 +125,12 @@ class PyTreeCheckpointer(_Direct, ocp.PyTreeCheckpointer):
         self._handler = proving(self._handler)
 
 
+# Each of Orbax's is a `Checkpointer`, and that for `StandardSave` is asynchronous: a caller asks `isinstance`.
+for _one in (AsyncCheckpointer, StandardCheckpointer, PyTreeCheckpointer):
+    Checkpointer.register(_one)
+AsyncCheckpointer.register(StandardCheckpointer)
+
+
 def save(
     path: str | os.PathLike[str], tree: Any, *, force: bool = False, custom_metadata: dict[str, Any] | None = None
 ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -48,8 +50,9 @@ def patch_orbax(tiers: Sequence[Tier] | str | os.PathLike[str] = (), **ours: Any
       ours: further keywords of `ckptkit.CheckpointManager`, for each manager that is not given them: `host_id`,
         `events`, `durable`, `saving`, `restoring`, `processes`.
 
-    Raises `CheckpointError` with all places where a class is in use already: an instance, a subclass, or a module that
-    imported it by name, which would go on with the stock class. Then nothing is replaced. Raises ValueError for tiers
+    Raises `CheckpointError` with all places where a class is in use already: an instance, a subclass, a module that
+    imported it by name, or holds it in a dict, a class or the defaults of a function, and would go on with the stock
+    class. Then nothing is replaced. Raises ValueError for tiers
     that cannot be.
     """
     if _replaced:
@@ -65,7 +68,7 @@ def patch_orbax(tiers: Sequence[Tier] | str | os.PathLike[str] = (), **ours: Any
         orbax_emergency.CheckpointManager: _with_defaults(emergency.CheckpointManager, unbound),
         **dict(_CHECKPOINTERS),
     }
-    if found := [place for stock in classes for place in _uses(stock)]:
+    if found := [*_held(classes), *(place for stock in classes for place in _uses(stock))]:
         more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
         raise CheckpointError(
             f"patch_orbax came too late: {'; '.join(found[:_NAMED_MAX])}{more}. Call it before the imports of the job, "
@@ -101,14 +104,48 @@ def _public_places(classes: dict[type, type]) -> Iterator[tuple[Any, str, type]]
                 yield module, name, value
 
 
-def _uses(stock: type) -> Iterator[str]:
-    """Where the job uses a stock class already, in words."""
-    name = f"{stock.__module__}.{stock.__qualname__}"
+def _held(classes: Collection[type]) -> Iterator[str]:
+    """Where the modules of the job hold a stock class already, in words. A tuple or a set of classes is most likely for
+    `isinstance`, and right for our classes too."""
+    names = {id(stock): _name(stock) for stock in classes}
     for module_name, module in sorted(sys.modules.items()):
-        if module is not None and module_name.partition(".")[0] not in _OWN:
-            for attribute, value in list(getattr(module, "__dict__", {}).items()):
-                if value is stock:
-                    yield f"module {module_name} has imported {name} as {attribute}"
+        if module is None or module_name.partition(".")[0] in _OWN:
+            continue
+        of_module = f"module {module_name}"
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            kind = type(value)  # a look at anything else of it may run its code
+            if id(value) in names:
+                yield f"{of_module} has imported {names[id(value)]} as {attribute}"
+            elif kind is dict and not attribute.startswith("__"):
+                held = [(key, names[id(each)]) for key, each in list(value.items()) if id(each) in names]
+                yield from (f"{of_module} has {name} in {attribute}[{key!r}]" for key, name in held)
+            elif issubclass(kind, type) and value.__module__ == module_name:
+                for name, each in list(vars(value).items()):
+                    if id(each) in names:
+                        yield f"{of_module} has {names[id(each)]} as {attribute}.{name}"
+                    yield from _defaults(each, f"{of_module}: {attribute}.{name}", names)
+            elif kind is functools.partial or (kind is FunctionType and value.__module__ == module_name):
+                yield from _defaults(value, f"{of_module}: {attribute}", names)
+
+
+def _defaults(function: Any, where: str, names: Mapping[int, str]) -> Iterator[str]:
+    """The stock classes among the defaults of a function, and the one of a `functools.partial`."""
+    if type(function) is functools.partial:
+        held = [function.func, *function.args, *function.keywords.values()]
+    elif type(function) is FunctionType:
+        held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    else:
+        return
+    yield from (f"{where} has {names[id(each)]} as an argument" for each in held if id(each) in names)
+
+
+def _name(stock: type) -> str:
+    return f"{stock.__module__}.{stock.__qualname__}"
+
+
+def _uses(stock: type) -> Iterator[str]:
+    """The subclasses and instances of a stock class that the job has already, in words."""
+    name = _name(stock)
     for subclass in stock.__subclasses__():
         if subclass.__module__.partition(".")[0] not in _OWN:
             yield f"{subclass.__module__}.{subclass.__qualname__} is a subclass of {name}"

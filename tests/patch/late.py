@@ -38,12 +38,40 @@ def main() -> None:
     assert ocp.CheckpointManager is stock, "half a patch"
     manager.close()
     del manager, subclass, trainer.Manager
+    code = (
+        "import functools\n"
+        "managers = {'orbax': stock}\n"
+        "kinds = (stock,)\n"
+        "class Config:\n    manager = stock\n    def make(self, cls=stock): return cls\n"
+        "def make(path, *, cls=stock): return cls(path)\n"
+        "prepared = functools.partial(stock, 'root')\n"
+    )
+    trainer.stock = stock
+    exec(code, vars(trainer))
+    del trainer.stock
+    found = refusal()
+    for expected in (
+        "module trainer_of_mine has orbax.checkpoint.checkpoint_manager.CheckpointManager in managers['orbax']",
+        "CheckpointManager as Config.manager",
+        "module trainer_of_mine: Config.make has orbax",
+        "module trainer_of_mine: make has orbax",
+        "module trainer_of_mine: prepared has orbax",
+    ):
+        assert expected in found, found
+    assert "kinds" not in found, "isinstance is right with our classes too"
+    vars(trainer).clear()
+    trainer.kinds = (stock,)
     import gc
 
     gc.collect()
     assert refusal() == ""
     assert ocp.CheckpointManager is not stock
     assert "was called before" in refusal()
+    standard = ocp.StandardCheckpointer()
+    assert isinstance(standard, ocp.AsyncCheckpointer)
+    assert isinstance(standard, ocp.Checkpointer)
+    assert isinstance(ocp.PyTreeCheckpointer(), ocp.Checkpointer)
+    assert not isinstance(ocp.PyTreeCheckpointer(), ocp.AsyncCheckpointer)
     print("done")
 
 
