@@ -287,6 +287,9 @@ class Guard:
         """The saves that are old enough, newest first, as process 0 knows them."""
         manager.reload()  # saves that are under way are committed or lost first
         oldest_ok = first if self._policy.step_number == "done" else first - 1
+        base = manager.restored_save_id
+        if base is not None:  # after a rollback, until its first save: the later saves are of the steps that it undid
+            oldest_ok = min(oldest_ok, base.step)
         old = sorted((step for step in manager.all_steps() if step <= oldest_ok), reverse=True)
         mine = [step for step in old if self.is_good(step)]
         self._coordinator = self._coordinator or make_coordinator()
