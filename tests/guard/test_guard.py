@@ -303,6 +303,28 @@ def test_array_is_read_late_and_alarm_is_that_of_its_step() -> None:
     assert heard[5].step == 3
 
 
+@pytest.mark.parametrize("step", [3, 4, 5])
+def test_finish_returns_the_alarm_of_the_last_steps(step: int) -> None:
+    """A run would end with NaN in its last save and no alarm."""
+    guard = Guard([NonFinite()], policy=GuardPolicy(lag_steps=2))
+    losses = [jnp.float32(math.nan if each == step else 1.0) for each in range(6)]
+    heard = [guard.watch(each, loss=loss) for each, loss in enumerate(losses)]
+    assert heard[:5] == [None] * 5
+    alarm = guard.finish()
+    assert alarm is not None
+    assert alarm.step == step
+    assert guard.finish() == alarm, "it is not answered yet"
+
+
+def test_finish_of_a_sound_run_is_none() -> None:
+    """A sound run would go back at its end."""
+    guard = Guard()
+    assert guard.finish() is None
+    assert guard.watch(0, loss=jnp.float32(1.0)) is None
+    assert guard.finish() is None
+    assert len(GuardRecord.from_json(guard.to_json()).readings["loss"]) == 1
+
+
 def test_calls_that_forget_something_are_refused() -> None:
     """A guard would judge nothing, and nobody would know."""
     with pytest.raises(ValueError, match="rules judge grad_norm, which the call does not give"):
