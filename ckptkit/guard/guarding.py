@@ -12,7 +12,7 @@ import jax
 
 from ckptkit.errors import GuardStopError
 from ckptkit.events import EventLog, Kind
-from ckptkit.guard.record import Alarm, GuardRecord, Rollback, Skips
+from ckptkit.guard.record import Alarm, GuardRecord, PickledGuard, Rollback, Skips
 from ckptkit.guard.rules import Divergence, NonFinite, Reading, Rule, Spike
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
@@ -112,6 +112,10 @@ class Guard:
         self._rollbacks: tuple[Rollback, ...] = ()
         self._pending: deque[tuple[int, Mapping[str, Any]]] = deque()
         self._coordinator: Coordinator | None = None  # made by the first rollback, on all processes
+
+    def __reduce__(self) -> tuple[type[PickledGuard], tuple[Skips]]:
+        # For `batch_of=lambda step: guard.skips.batch_of(step)` in worker processes. They start anew after a rollback.
+        return PickledGuard, (self.skips,)
 
     @property
     def skips(self) -> Skips:

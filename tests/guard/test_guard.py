@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import re
 from collections.abc import Callable
@@ -323,6 +324,14 @@ def test_finish_of_a_sound_run_is_none() -> None:
     assert guard.watch(0, loss=jnp.float32(1.0)) is None
     assert guard.finish() is None
     assert len(GuardRecord.from_json(guard.to_json()).readings["loss"]) == 1
+
+
+def test_pickled_guard_has_the_skips_alone(tmp_path: Path) -> None:
+    """Worker processes that read data could not be given `guard.skips.batch_of`."""
+    _, guard, _ = run(tmp_path, steps=100)
+    copy = pickle.loads(pickle.dumps(guard))
+    assert copy.skips == guard.skips == Skips(((57, 63),))
+    assert not hasattr(copy, "watch"), "a copy that judges would not know the readings"
 
 
 def test_calls_that_forget_something_are_refused() -> None:
