@@ -12,7 +12,7 @@ import jax
 
 from ckptkit.errors import GuardStopError
 from ckptkit.events import EventLog, Kind
-from ckptkit.guard.record import Alarm, GuardRecord, Rollback, Skips
+from ckptkit.guard.record import Alarm, GuardRecord, PickledGuard, Rollback, Skips
 from ckptkit.guard.rules import Divergence, NonFinite, Reading, Rule, Spike
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
@@ -82,10 +82,10 @@ class GoodPreservation:
 class Guard:
     """Finds a run that goes wrong, takes it back to a save from before the trouble, and skips the batches around it.
 
-    The loop calls `watch` after each step. On an alarm it calls `roll_back`, then `resume`. It saves `to_json()` with
-    the position of its data, takes batch `skips.batch_of(step)` at each step, and calls `resume` with the saved record
-    after a restore. The training data of a run then follows from its measurements alone. A run that is killed, even
-    within a rollback, reaches the same bits, whichever save was restored.
+    The loop calls `watch` after each step, and `finish` after the last one. On an alarm it calls `roll_back`, then
+    `resume`. It saves `to_json()` with the position of its data, takes batch `skips.batch_of(step)` at each step, and
+    calls `resume` with the saved record after a restore. The training data of a run then follows from its measurements
+    alone. A run that is killed, even within a rollback, reaches the same bits, whichever save was restored.
 
     All processes call it alike, with values that are equal on all processes (outputs of the jitted step that every
     device holds). Cost of `watch`: about 0.1 ms for 3 rules, and no communication. A float is judged at once. A
@@ -112,6 +112,10 @@ class Guard:
         self._rollbacks: tuple[Rollback, ...] = ()
         self._pending: deque[tuple[int, Mapping[str, Any]]] = deque()
         self._coordinator: Coordinator | None = None  # made by the first rollback, on all processes
+
+    def __reduce__(self) -> tuple[type[PickledGuard], tuple[Skips]]:
+        # For `batch_of=lambda step: guard.skips.batch_of(step)` in worker processes. They start anew after a rollback.
+        return PickledGuard, (self.skips,)
 
     @property
     def skips(self) -> Skips:
@@ -175,6 +179,15 @@ class Guard:
             self._pending.append((step, signals))
             lag = self._policy.lag_steps if any(isinstance(v, jax.Array) for v in signals.values()) else 0
             self._read(keep=lag)
+        return self._known.alarm
+
+    def finish(self) -> Alarm | None:
+        """Judges the values that `watch` left for later: call it after the last `watch`, before the last save.
+
+        Returns the alarm that the loop has to answer with `roll_back`, or None. It waits until the values are computed.
+        Without it, bad values of the last `lag_steps` steps give no alarm.
+        """
+        self._read(keep=0)
         return self._known.alarm
 
     def to_json(self) -> dict[str, Any]:
@@ -287,6 +300,9 @@ class Guard:
         """The saves that are old enough, newest first, as process 0 knows them."""
         manager.reload()  # saves that are under way are committed or lost first
         oldest_ok = first if self._policy.step_number == "done" else first - 1
+        base = manager.restored_save_id
+        if base is not None:  # after a rollback, until its first save: the later saves are of the steps that it undid
+            oldest_ok = min(oldest_ok, base.step)
         old = sorted((step for step in manager.all_steps() if step <= oldest_ok), reverse=True)
         mine = [step for step in old if self.is_good(step)]
         self._coordinator = self._coordinator or make_coordinator()

@@ -192,3 +192,10 @@ class Skips:
 
     def __str__(self) -> str:
         return ", ".join(f"{first} to {stop - 1}" for first, stop in self.ranges) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class PickledGuard:
+    """A `Guard` in another process: the skips that the guard had when it was pickled, and nothing else."""
+
+    skips: Skips

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
+import jax
+
 from ckptkit.durable.lifecycle.certificates import certify_saves
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
@@ -106,13 +108,13 @@ def replay(
       make_step: gives the step, `(state, batch) -> state`; called once, so that it can compile.
       make_batches: gives the batches from a step on, `(step, restored items) -> batches`.
       args: as for `manager.restore`.
-      state_of: the state among the restored items.
+      state_of: the state among the restored items. Only its leaves are compared: what it leaves out is not certified.
       first, last: the saves to begin and to end with (default: the last two).
       record: certifies the saves that were come to, in the durable root: `restore(None, certified=True)` takes the
         newest of them, and `ckptkit steps` lists them so. Cost: a small write for each.
 
-    Raises ValueError for a manager that is not read only, fewer than two saves, batches that end before the last save,
-    or steps of stock Orbax to record: they have no identity. Raises what `restore` raises.
+    Raises ValueError for a manager that is not read only, fewer than two saves, a state without leaves, batches that
+    end before the last save, or steps of stock Orbax to record: they have no identity. Raises what `restore` raises.
     """
     if not manager.is_read_only:
         raise ValueError("replay: give a manager of its own, with CheckpointManagerOptions(read_only=True)")
@@ -120,11 +122,11 @@ def replay(
     expected: dict[int, BoxDigests] = {}
     save_ids: dict[int, SaveId] = {}
     for step in saves[1:]:
-        expected[step] = box_digests(state_of(manager.restore(step, args=args)))
+        expected[step] = box_digests(_state(state_of, manager.restore(step, args=args), step))
         save_ids[step] = _identity(manager, step, record)
     restored = manager.restore(saves[0], args=args)
     batches: Iterator[Any] = iter(make_batches(saves[0], restored))
-    state, take_step = state_of(restored), make_step()
+    state, take_step = _state(state_of, restored, saves[0]), make_step()
     del restored
     coordinator = make_coordinator()
     for before, save in pairwise(saves):
@@ -137,6 +139,17 @@ def replay(
             return Certificate(steps=saves, steps_replayed=save - saves[0], difference=difference)
     record_certified(manager, coordinator, list(save_ids.values()) if record else [])
     return Certificate(steps=saves, steps_replayed=saves[-1] - saves[0])
+
+
+def _state(state_of: Callable[[Any], Any], restored: Any, step: int) -> Any:
+    """The state of a restored save. Raises ValueError if it has no leaf to compare: every save would be certified."""
+    state = state_of(restored)
+    if not jax.tree.leaves(state):
+        raise ValueError(
+            f"replay: state_of returned {type(state).__name__} without leaves for step {step}, so there is nothing to "
+            "compare; return the state that the step function updates"
+        )
+    return state
 
 
 def _identity(manager: CheckpointManager, step: int, record: bool) -> SaveId:
@@ -250,8 +263,8 @@ def replay_new(
       record: certify the saves in the root.
       poll_s, idle_timeout_s: as of `ckptkit.follow`.
 
-    Raises ValueError for steps of stock Orbax to record, and batches that end. Raises what `follow` and `restore`
-    raise, except for a save that is damaged or deleted: it is left out.
+    Raises ValueError for steps of stock Orbax to record, a state without leaves, and batches that end. Raises what
+    `follow` and `restore` raise, except for a save that is damaged or deleted: it is left out.
     """
     coordinator, take_step = make_coordinator(), plan.make_step()
     run: _Run | None = None
@@ -267,11 +280,11 @@ def replay_new(
         reason = _why_not(run, found, steps_max)
         if run is None or reason:
             batches = iter(plan.make_batches(found.step, restored))
-            run = _Run(found.save_id, plan.state_of(restored), batches)
+            run = _Run(found.save_id, _state(plan.state_of, restored, found.step), batches)
             del restored
             yield NewSave(step=found.step, reason=reason)
             continue
-        expected, before = box_digests(plan.state_of(restored)), run.save.step
+        expected, before = box_digests(_state(plan.state_of, restored, found.step)), run.save.step
         del restored
         run.state = steps_taken(take_step, run.state, run.batches, before, found.step)
         run.save = found.save_id

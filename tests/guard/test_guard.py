@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import re
 from collections.abc import Callable
@@ -216,6 +217,36 @@ def test_save_within_a_suspicious_stretch_is_never_restored(tmp_path: Path, monk
     assert [step for step in range(50, 60) if not guard.is_good(step)] == [56]
 
 
+def test_second_rollback_restores_no_save_that_the_first_one_undid(tmp_path: Path) -> None:
+    """The run would contain batches that the first rollback skipped, and the record would deny it."""
+    guard = Guard([NonFinite()])
+    wanted = ocp.args.Composite(
+        state=ocp.args.StandardRestore({"took": jax.ShapeDtypeStruct((40,), jnp.int32)}), data=ocp.args.JsonRestore()
+    )
+    restored: list[int] = []
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        step, took, saves = 0, jnp.zeros(40, jnp.int32), range(11)  # no save is due between the two alarms
+        while step < 25:
+            batch = guard.skips.batch_of(step)
+            took = took.at[batch].add(1)
+            if alarm := guard.watch(step, loss=math.nan if batch in (10, 20) else 1.0):
+                found = guard.roll_back(manager, alarm, args=wanted)
+                step, took, saves = found["data"]["step"], found["state"]["took"], range(0)
+                guard.resume(found["data"]["guard"])
+                restored.append(step)
+                continue
+            step += 1
+            if step in saves:
+                data = {"step": step, "guard": guard.to_json()}
+                state = ocp.args.StandardSave({"took": took})
+                manager.save(step, args=ocp.args.Composite(state=state, data=ocp.args.JsonSave(data)))
+    assert restored == [5, 5], "saves 6 to 9 hold batches that the first rollback skips"
+    assert guard.skips == Skips(((5, 11), (15, 21)))
+    taken = [batch for batch in range(25 + 12) if not (5 <= batch < 11 or 15 <= batch < 21)]
+    assert np.flatnonzero(took).tolist() == taken
+    assert int(took.max()) == 1
+
+
 def test_last_good_save_is_kept_until_a_newer_one_is_old_enough() -> None:
     """A long odd stretch without an alarm would push the only save that serves a rollback out of the tier."""
     guard = Guard([Spike("loss", minimum=8, patience=3)], policy=GuardPolicy(margin_steps=2, lag_steps=0))
@@ -271,6 +302,36 @@ def test_array_is_read_late_and_alarm_is_that_of_its_step() -> None:
     assert heard[:5] == [None] * 5
     assert isinstance(heard[5], Alarm)
     assert heard[5].step == 3
+
+
+@pytest.mark.parametrize("step", [3, 4, 5])
+def test_finish_returns_the_alarm_of_the_last_steps(step: int) -> None:
+    """A run would end with NaN in its last save and no alarm."""
+    guard = Guard([NonFinite()], policy=GuardPolicy(lag_steps=2))
+    losses = [jnp.float32(math.nan if each == step else 1.0) for each in range(6)]
+    heard = [guard.watch(each, loss=loss) for each, loss in enumerate(losses)]
+    assert heard[:5] == [None] * 5
+    alarm = guard.finish()
+    assert alarm is not None
+    assert alarm.step == step
+    assert guard.finish() == alarm, "it is not answered yet"
+
+
+def test_finish_of_a_sound_run_is_none() -> None:
+    """A sound run would go back at its end."""
+    guard = Guard()
+    assert guard.finish() is None
+    assert guard.watch(0, loss=jnp.float32(1.0)) is None
+    assert guard.finish() is None
+    assert len(GuardRecord.from_json(guard.to_json()).readings["loss"]) == 1
+
+
+def test_pickled_guard_has_the_skips_alone(tmp_path: Path) -> None:
+    """Worker processes that read data could not be given `guard.skips.batch_of`."""
+    _, guard, _ = run(tmp_path, steps=100)
+    copy = pickle.loads(pickle.dumps(guard))
+    assert copy.skips == guard.skips == Skips(((57, 63),))
+    assert not hasattr(copy, "watch"), "a copy that judges would not know the readings"
 
 
 def test_calls_that_forget_something_are_refused() -> None:

@@ -186,6 +186,26 @@ def test_batches_that_end_too_early_are_named(tmp_path: Path) -> None:
             replay(manager, lambda: lambda state, batch: state, lambda step, restored: few, args=wanted())
 
 
+def test_state_without_leaves_certifies_nothing(tmp_path: Path) -> None:
+    """Every save would be certified, a spoiled one too, because nothing was compared."""
+    train(tmp_path, bad_step=7)
+    plan = ReplayPlan(
+        make_step=lambda: lambda state, batch: state,
+        make_batches=lambda step, restored: batches(step),
+        args=wanted(),
+        state_of=lambda restored: {},
+    )
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with (
+        ckptkit.CheckpointManager(tmp_path, options=options) as manager,
+        pytest.raises(ValueError, match="state_of returned dict without leaves for step 12, so there is nothing"),
+    ):
+        replay(manager, plan.make_step, plan.make_batches, args=plan.args, state_of=plan.state_of, record=True)
+    with pytest.raises(ValueError, match="state_of returned dict without leaves for step 12"):
+        next(replay_new(tmp_path, plan, steps_max=4))
+    assert certified_steps(tmp_path) == []
+
+
 class Job:
     """A running job: each call of `save` is some steps and a save, and only the newest save is kept."""
 

@@ -14,8 +14,8 @@ import pytest
 from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckptkit import ElasticBatches
-from ckptkit.guard import Skips
+from ckptkit import ElasticBatches, Guard
+from ckptkit.guard import Alarm, GuardRecord, Rollback, Skips
 from ckptkit.job.data.position import joined
 from tests.cases import long_except
 
@@ -156,6 +156,28 @@ def test_worker_processes_give_the_same_batches(kind: str) -> None:
     finally:
         workers.close()
     assert len(expected) == 11, "15 steps in all"
+
+
+@pytest.mark.usefixtures("parsed_flags")
+@pytest.mark.parametrize("kind", ["DataLoader", "MapDataset"])
+@pytest.mark.long
+def test_worker_processes_leave_out_what_a_guard_skips(kind: str) -> None:
+    """A run with a guard and worker processes could not start, or would read the skipped batches after a rollback."""
+    guard = Guard()
+    options = {"multiprocessing_options": grain.MultiprocessingOptions(num_workers=2)} if kind == "MapDataset" else {}
+    data = shuffled() if kind == "MapDataset" else loader(Double(), workers=2)
+    batches = ElasticBatches(data, 8, batch_of=lambda step: guard.skips.batch_of(step), **options)  # pyright: ignore[reportArgumentType]
+    expected = take([ElasticBatches(shuffled() if kind == "MapDataset" else loader(Double()), 8)], None)
+    try:
+        saved = batches.get_state()
+        assert take([batches], 4) == expected[:4]
+        alarm = Alarm(rule="spike", signal="loss", step=3, onset=3, value=9.0, limit=1.0)
+        back = Rollback(alarm=alarm, first_step=2, first_batch=2, stop_batch=5)
+        batches.set_state(saved)  # as a rollback does: first the restore, then `resume`
+        guard.resume(GuardRecord(rollbacks=(back,)).to_json())
+        assert take([batches], None) == [*expected[:2], *expected[5:]]
+    finally:
+        batches.close()
 
 
 def test_random_numbers_of_a_record_are_those_of_its_place() -> None:
