@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -217,11 +217,11 @@ def _custom_s(attempts: Sequence[Attempt]) -> dict[str, float]:
 
 def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Goodput:
     wall_s = math.fsum(parts_s.values())
-    steps = [pair for attempt in attempts for pair in attempt.steps]
+    steps_s = [length_s for attempt in attempts for length_s in _lengths_s(attempt)]
     distinct_steps = len({step for a in attempts for step, span in a.steps if a.redone.keeps(step, span)})
-    step_s_p50 = median([span.fields["duration_s"] for _, span in steps] or [0.0])
+    step_s_p50 = median(steps_s or [0.0])
     away_s = math.fsum(parts_s[part] for part in _NOT_TRAINING)
-    if not steps:
+    if not steps_s:
         return Goodput(ml_goodput=None, effective_training_time=None, new_steps=None, distinct_steps=0, step_s_p50=0.0)
     return Goodput(
         ml_goodput=_ml_productive_s(attempts) / wall_s if wall_s > 0 else 0.0,
@@ -232,14 +232,21 @@ def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Good
     )
 
 
+def _lengths_s(attempt: Attempt) -> Iterable[float]:
+    """How long each step was. Spans in a row with one number are the parts of one step: gradients are accumulated."""
+    for _, parts in groupby(attempt.steps, key=lambda pair: (pair[0], attempt.redone.undone(*pair))):
+        yield math.fsum(span.fields["duration_s"] for _, span in parts)
+
+
 def _ml_productive_s(attempts: Sequence[Attempt]) -> float:
     productive_s = 0.0
     for attempt in attempts:
-        pauses = _joined(e for e in attempt.spans if part_of(e.fields["span"]) in PAUSES)
+        pauses = _joined(e for e in attempt.spans if part_of(e.fields["span"]) in PAUSES or e.fields.get("failed"))
         kept = [
             (start_s(this), start_s(after))
             for (step, this), (following, after) in pairwise(attempt.steps)
-            if attempt.redone.keeps(step, this) and following == step + 1 <= attempt.redone.from_step
+            # One span may be many steps, or a part of a step.
+            if attempt.redone.keeps(step, this) and following >= step
         ]
         lengths_s = _without(kept, pauses)
         usual_s = fmean(lengths_s[1:]) if len(lengths_s) > 1 else math.inf

@@ -60,16 +60,24 @@ def many_losses(size: int) -> list[list[Event]]:
     ]
 
 
+def many_rollbacks(size: int) -> list[list[Event]]:
+    log = [at(Kind.STARTED, 0.0, attempt=0)]
+    for k in range(size // 20):
+        log += life(0, 100.0 * k, [Counted(step) for step in range(18 * k, 18 * k + 20)])[1:]
+        log.append(at(Kind.ROLLED_BACK, 100.0 * k + 90.0, step=18 * k + 18))
+    return [log]
+
+
 def uses_of(logs: list[list[Event]]) -> int:
     Counted.uses = 0
     goodput_report(logs)
     return Counted.uses
 
 
-@pytest.mark.parametrize("logs_of", [one_loss, many_losses])
-def test_work_of_a_report_grows_with_the_events(logs_of: Callable[[int], list[list[Event]]]) -> None:
+@pytest.mark.parametrize(("logs_of", "size"), [(one_loss, 200), (many_losses, 200), (many_rollbacks, 3000)])
+def test_work_of_a_report_grows_with_the_events(logs_of: Callable[[int], list[list[Event]]], size: int) -> None:
     """Breaks when a report compares each step with all others: 40,000 steps with one loss took 15 s."""
-    small, large = uses_of(logs_of(200)), uses_of(logs_of(400))
+    small, large = uses_of(logs_of(size)), uses_of(logs_of(2 * size))
     assert 0 < small < large < 3 * small  # twice, and a little more for the logarithm; quadratic is four times
 
 
