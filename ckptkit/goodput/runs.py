@@ -19,8 +19,23 @@ from ckptkit.goodput.signs import Stride, is_restore, spans_of, strides_of, usua
 StepsFrom = Literal["spans", "calls", "both", "nothing"]  # both: some attempts by spans, some by calls
 
 
+class RunLogs(NamedTuple):
+    """The logs of a run, and a note for each file with lines that could not be read."""
+
+    logs: list[list[Event]]
+    notes: tuple[str, ...]
+
+
 def load_run(directory: str | os.PathLike[str]) -> list[list[Event]]:
+    """The logs of a run, as `read_run` reads them, without its notes."""
+    return read_run(directory).logs
+
+
+def read_run(directory: str | os.PathLike[str]) -> RunLogs:
     """The logs of a run: `launcher.jsonl` and `attempt-<a>-process-<p>.jsonl`; other files are not read.
+
+    Skips events of kinds that only a newer ckptkit knows, with a note. Raises ValueError for a damaged line, and
+    FileNotFoundError for a directory without logs.
 
     The name gives the process, and also the attempt if no `started` event has it: many loops write none, and a full
     disk loses it.
@@ -32,7 +47,21 @@ def load_run(directory: str | os.PathLike[str]) -> list[list[Event]]:
             f"no event logs in {root}: expected launcher.jsonl or attempt-<a>-process-<p>.jsonl; "
             "name the directory that the run was given as --events"
         )
-    return [_as_named(path, read_events(path)) for path in paths]
+    logs, notes = list[list[Event]](), list[str]()
+    for path in paths:
+        unknown = Counter[str]()
+        logs.append(_as_named(path, read_events(path, unknown=unknown)))
+        notes += [_unread(path.name, unknown)] if unknown else []
+    return RunLogs(logs, tuple(notes))
+
+
+def _unread(name: str, unknown: Counter[str]) -> str:
+    count, shown = unknown.total(), sorted(unknown)
+    more = f" and {len(shown) - _KINDS_SHOWN} more" if len(shown) > _KINDS_SHOWN else ""
+    return (
+        f"{count:,} {'line' if count == 1 else 'lines'} of {name} could not be read: this ckptkit does not know the "
+        f"kinds of event {', '.join(shown[:_KINDS_SHOWN])}{more}. Read the logs with the version that wrote them."
+    )
 
 
 def _as_named(path: Path, log: list[Event]) -> list[Event]:
@@ -56,12 +85,15 @@ def steps_done(directory: str | os.PathLike[str]) -> int | None:
     root = Path(directory)
     paths = list(root.glob("attempt-*-process-0.jsonl")) or root.glob("attempt-*-process-*.jsonl")
     try:
-        return max((step + 1 for path in paths for step, _ in _steps(read_events(path))), default=None)
+        return max(
+            (step + 1 for path in paths for step, _ in _steps(read_events(path, unknown=Counter()))), default=None
+        )
     except (ValueError, OSError):
         return None
 
 
 _SIGNS = frozenset({Kind.OPENED, Kind.SPAN, Kind.CALLED, Kind.STAGED})  # that a run goes on
+_KINDS_SHOWN = 3  # in a note
 _CLOCK_S = 1e-3  # the start of a span is its end less a duration by another clock
 
 
