@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -92,6 +93,18 @@ class Kind(StrEnum):
     INTERVAL = "interval_changed"  # a policy saves the tier at another interval: fields seconds, before, reason
 
 
+_KINDS = frozenset(map(str, Kind))
+_KIND_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+class UnknownKindError(ValueError):
+    """A line is an event of a kind that this version does not know: a newer ckptkit wrote it."""
+
+    def __init__(self, kind: str):
+        super().__init__(f"{kind!r} is not a kind of event that this ckptkit knows; a newer one may have written it")
+        self.kind = kind
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One thing that happened. `at_s` is wall-clock seconds, `process` the JAX process index (-1: launcher)."""
@@ -126,17 +139,17 @@ class Event:
 
     @classmethod
     def from_json(cls, line: str) -> Event:
-        """The event of one line; raises `ValueError` for a line that is not an event, like a torn last line."""
+        """The event of one line; raises `ValueError` for a line that is not an event, like a torn last line.
+
+        The error is an `UnknownKindError` for an event of a kind that this version does not know.
+        """
         record = json.loads(line)
         try:
-            return cls(
-                kind=Kind(record.pop("kind")),
-                at_s=float(record.pop("at_s")),
-                process=int(record.pop("process")),
-                step=record.pop("step", None),
-                tier=record.pop("tier", None),
-                fields=record,
-            )
+            kind, at_s, process = record.pop("kind"), float(record.pop("at_s")), int(record.pop("process"))
+            if kind not in _KINDS and _KIND_NAME.fullmatch(kind):
+                raise UnknownKindError(kind)
+            step, tier = record.pop("step", None), record.pop("tier", None)
+            return cls(kind=Kind(kind), at_s=at_s, process=process, step=step, tier=tier, fields=record)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not an event: {line[:200]!r}") from error
 
@@ -385,8 +398,11 @@ def _cut_torn_line(fd: int) -> None:
         os.ftruncate(fd, size - len(tail) + tail.rfind(b"\n") + 1)
 
 
-def read_events(path: str | os.PathLike[str]) -> list[Event]:
-    """The events of one log, in order. A torn last line is dropped; a bad line before it raises ValueError."""
+def read_events(path: str | os.PathLike[str], *, unknown: Counter[str] | None = None) -> list[Event]:
+    """The events of one log, in order. A torn last line is dropped; a bad line before it raises ValueError.
+
+    With `unknown`, lines with a kind of event that this version does not know are skipped, and counted there by kind.
+    """
     lines = Path(path).read_text(errors="replace").split("\n")
     events = []
     for number, line in enumerate(lines, start=1):
@@ -397,5 +413,7 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
         except ValueError as error:
             if number == len(lines):  # no newline after it: the writer died in mid-write
                 break
-            raise ValueError(f"{path}:{number}: {error}") from error
+            if unknown is None or not isinstance(error, UnknownKindError):
+                raise ValueError(f"{path}:{number}: {error}") from error
+            unknown[error.kind] += 1
     return events

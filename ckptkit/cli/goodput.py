@@ -27,12 +27,13 @@ from ckptkit.events import Event, Kind
 from ckptkit.goodput import (
     DEFINITIONS,
     GoodputReport,
+    RunLogs,
     Timeline,
     caveats,
     goodput_page,
     goodput_report,
     headline,
-    load_run,
+    read_run,
     timeline_of,
 )
 from ckptkit.goodput.prices import Bill, Price, bill_of
@@ -81,7 +82,7 @@ def goodput(
     job_price(price, hosts, processes=1)  # a wrong pair of flags is refused before any work
     if follow:
         _follow(directory)
-    logs = _load(directory)
+    logs, notes = _load(directory)
     report = _report(directory, logs)
     costs = _costs(report, logs, price, hosts)
     name = directory.resolve().name
@@ -94,9 +95,9 @@ def goodput(
     if tensorboard:
         write_tensorboard(tensorboard, report, timeline_of(logs))
     if as_json:
-        print_json(report.to_json() if costs is None else {**report.to_json(), "cost": costs.to_json()})
+        print_json({**report.to_json(), "notes": notes} | ({} if costs is None else {"cost": costs.to_json()}))
     elif not follow:
-        _show(report, costs)
+        _show(report, costs, notes)
     sys.stdout.flush()
     return Exit.OK
 
@@ -152,9 +153,9 @@ def _cost_lines(report: GoodputReport, costs: _Costs | None) -> Iterable[str]:
         yield f"  {better.arithmetic}"
 
 
-def _load(run_dir: Path) -> list[list[Event]]:
+def _load(run_dir: Path) -> RunLogs:
     try:
-        return load_run(run_dir)
+        return read_run(run_dir)
     except ValueError as error:
         raise CorruptCheckpointError(str(error), path=str(run_dir)) from error
 
@@ -173,8 +174,8 @@ def _follow(run_dir: Path) -> None:
             while True:
                 started_s = monotonic_s()
                 try:
-                    logs = load_run(run_dir)
-                    live.update(Group(*_tables(goodput_report(logs))))
+                    logs, notes = read_run(run_dir)
+                    live.update(Group(*_tables(goodput_report(logs), notes)))
                     launcher = [event for log in logs for event in log if event.process < 0]
                     if launcher and launcher[-1].kind == Kind.FINISHED:  # an earlier launch may have ended too
                         return
@@ -262,15 +263,15 @@ def _head(report: GoodputReport) -> list[str]:
     ]
 
 
-def _show(report: GoodputReport, costs: _Costs | None) -> None:
-    for line in [*_head(report), *_cost_lines(report, costs)]:
+def _show(report: GoodputReport, costs: _Costs | None, notes: Sequence[str]) -> None:
+    for line in [*_head(report), *notes, *_cost_lines(report, costs)]:
         print_line(line)
     for titles, rows in _rows(report, costs).items():
         print_part([(title, title in _NUMBERS) for title in titles], rows)
 
 
-def _tables(report: GoodputReport) -> Iterable[Text | Table]:
-    yield Text("\n".join(_head(report)))
+def _tables(report: GoodputReport, notes: Sequence[str]) -> Iterable[Text | Table]:
+    yield Text("\n".join([*_head(report), *notes]))
     for titles, rows in _rows(report).items():
         if rows:
             table = Table(*titles, box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -13,7 +13,7 @@ from ckptkit.diagnosis.records import Advice, Facts, Misplaced
 from ckptkit.diagnosis.rules import RULES
 from ckptkit.errors import CorruptCheckpointError, with_damage
 from ckptkit.events import Event, Kind
-from ckptkit.goodput import GoodputReport, goodput_report, load_run
+from ckptkit.goodput import GoodputReport, goodput_report, read_run
 from ckptkit.inspection import list_steps
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model.tiers import DURABLE
@@ -86,7 +86,8 @@ def diagnose(
 def _account(events: str, notes: list[str]) -> tuple[list[Event], GoodputReport | None]:
     """The events of a run in their order, and its goodput; a note where there is nothing to account for."""
     try:
-        logs = load_run(events)
+        logs, unread = read_run(events)
+        notes += unread
         told = sorted(chain.from_iterable(logs), key=lambda event: event.at_s)
         try:
             return told, goodput_report(logs)

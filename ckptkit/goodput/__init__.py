@@ -13,7 +13,7 @@ from ckptkit.goodput.report import (
     goodput_report,
 )
 from ckptkit.goodput.resume import Phase, Resume, resumes
-from ckptkit.goodput.runs import load_run, steps_done
+from ckptkit.goodput.runs import RunLogs, load_run, read_run, steps_done
 from ckptkit.goodput.text import caveats, headline
 from ckptkit.goodput.timeline import LossMark, RestoreMark, SaveMark, Stretch, Timeline, timeline_of
 
@@ -29,6 +29,7 @@ __all__ = [
     "Restore",
     "RestoreMark",
     "Resume",
+    "RunLogs",
     "SaveMark",
     "Saves",
     "Stretch",
@@ -38,6 +39,7 @@ __all__ = [
     "goodput_report",
     "headline",
     "load_run",
+    "read_run",
     "resumes",
     "steps_done",
     "timeline_of",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -92,10 +93,16 @@ def partition(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def sum_parts(
-    segments: Iterable[Interval], from_s: float, to_s: float, parts: Iterable[Any] = Part
+    segments: Sequence[Interval], from_s: float, to_s: float, parts: Iterable[Any] = Part
 ) -> dict[Any, float]:
-    """Seconds of each part, or of each phase where these are the `parts`, between two moments."""
+    """Seconds of each part, or of each phase where these are the `parts`, between two moments.
+
+    `segments` are disjoint and in order, as `partition` makes them. Cost: those between the two moments, and a
+    bisection.
+    """
     pieces: dict[Any, list[float]] = {part: [] for part in parts}
-    for segment in segments:
+    first = bisect_right(segments, from_s, key=lambda segment: segment.end_s)
+    for place in range(first, bisect_left(segments, to_s, key=lambda segment: segment.start_s)):
+        segment = segments[place]
         pieces[segment.part].append(max(0.0, min(segment.end_s, to_s) - max(segment.start_s, from_s)))
     return {part: math.fsum(seconds) for part, seconds in pieces.items()}

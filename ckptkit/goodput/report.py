@@ -7,10 +7,12 @@ what they leave open is recovery (between two attempts), initialization (before 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
+from heapq import heappop, heappush
+from itertools import accumulate, chain, groupby, pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -215,11 +217,11 @@ def _custom_s(attempts: Sequence[Attempt]) -> dict[str, float]:
 
 def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Goodput:
     wall_s = math.fsum(parts_s.values())
-    steps = [pair for attempt in attempts for pair in attempt.steps]
+    steps_s = [length_s for attempt in attempts for length_s in _lengths_s(attempt)]
     distinct_steps = len({step for a in attempts for step, span in a.steps if a.redone.keeps(step, span)})
-    step_s_p50 = median([span.fields["duration_s"] for _, span in steps] or [0.0])
+    step_s_p50 = median(steps_s or [0.0])
     away_s = math.fsum(parts_s[part] for part in _NOT_TRAINING)
-    if not steps:
+    if not steps_s:
         return Goodput(ml_goodput=None, effective_training_time=None, new_steps=None, distinct_steps=0, step_s_p50=0.0)
     return Goodput(
         ml_goodput=_ml_productive_s(attempts) / wall_s if wall_s > 0 else 0.0,
@@ -230,14 +232,21 @@ def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Good
     )
 
 
+def _lengths_s(attempt: Attempt) -> Iterable[float]:
+    """How long each step was. Spans in a row with one number are the parts of one step: gradients are accumulated."""
+    for _, parts in groupby(attempt.steps, key=lambda pair: (pair[0], attempt.redone.undone(*pair))):
+        yield math.fsum(span.fields["duration_s"] for _, span in parts)
+
+
 def _ml_productive_s(attempts: Sequence[Attempt]) -> float:
     productive_s = 0.0
     for attempt in attempts:
-        pauses = _joined(e for e in attempt.spans if part_of(e.fields["span"]) in PAUSES)
+        pauses = _joined(e for e in attempt.spans if part_of(e.fields["span"]) in PAUSES or e.fields.get("failed"))
         kept = [
             (start_s(this), start_s(after))
             for (step, this), (following, after) in pairwise(attempt.steps)
-            if attempt.redone.keeps(step, this) and following == step + 1 <= attempt.redone.from_step
+            # One span may be many steps, or a part of a step.
+            if attempt.redone.keeps(step, this) and following >= step
         ]
         lengths_s = _without(kept, pauses)
         usual_s = fmean(lengths_s[1:]) if len(lengths_s) > 1 else math.inf
@@ -279,50 +288,80 @@ def _disruptions(
     attempts: Sequence[Attempt], launcher: Sequence[Event], segments: Sequence[Interval]
 ) -> tuple[Disruption, ...]:
     losses = {event.fields["attempt"]: event for event in launcher if event.kind == Kind.DISRUPTED}
-    lost = lost_attempts(attempts, launcher)
-    return tuple(_disruption(number, losses.get(number), attempts, segments) for number in lost)
+    numbers = [each.number for each in attempts]
+    lost_steps, resumed_s, caught_up_s = _lost_steps(attempts), _resumed_s(attempts), _caught_up_s(attempts)
+    found: list[Disruption] = []
+    for number in lost_attempts(attempts, launcher):
+        place, loss = bisect_right(numbers, number), losses.get(number)  # the attempts from `place` on came later
+        own = attempts[place - 1] if place and numbers[place - 1] == number else None
+        at_s = loss.at_s - loss.fields.get("detect_s", 0.0) if loss else attempts[place - 1].last_s
+        fields = loss.fields if loss else {}
+        preempted = own is not None and own.was_preempted
+        found.append(
+            Disruption(
+                attempt=number,
+                process=fields.get("lost"),
+                cause=fields.get("cause", "preempted" if preempted else "unknown"),
+                wiped=tuple(fields.get("wiped", ())),
+                lost_steps=lost_steps.get(number, 0),
+                resume_s=_since(at_s, resumed_s[place]),
+                caught_up_s=_since(at_s, caught_up_s[place]),
+                resume_parts_s={} if resumed_s[place] == math.inf else sum_parts(segments, at_s, resumed_s[place]),
+            )
+        )
+    return tuple(found)
 
 
-def _disruption(
-    number: int, loss: Event | None, attempts: Sequence[Attempt], segments: Sequence[Interval]
-) -> Disruption:
-    preempted = any(each.was_preempted for each in attempts if each.number == number)
-    done = {step for a in attempts if a.number <= number for step, _ in a.steps}
-    later = [pair for a in attempts if a.number > number for pair in a.steps]
-    if loss:
-        at_s = loss.at_s - loss.fields.get("detect_s", 0.0)
-    else:
-        at_s = max(a.last_s for a in attempts if a.number == number)
-    resumed_s = min((span.at_s for _, span in later), default=None)
-    caught_up_s = min((span.at_s for step, span in later if step > max(done, default=-1)), default=None)
-    fields = loss.fields if loss else {}
-    return Disruption(
-        attempt=number,
-        process=fields.get("lost"),
-        cause=fields.get("cause", "preempted" if preempted else "unknown"),
-        wiped=tuple(fields.get("wiped", ())),
-        lost_steps=_lost_steps(number, attempts),
-        # Process 0 may have come back on a host whose clock is behind.
-        resume_s=None if resumed_s is None else max(0.0, resumed_s - at_s),
-        caught_up_s=None if caught_up_s is None else max(0.0, caught_up_s - at_s),
-        resume_parts_s={} if resumed_s is None else sum_parts(segments, at_s, resumed_s),
-    )
+def _since(at_s: float, then_s: float) -> float | None:
+    """None for what never was. Process 0 may have come back on a host whose clock is behind: no time is below 0."""
+    return None if then_s == math.inf else max(0.0, then_s - at_s)
 
 
-def _lost_steps(number: int, attempts: Sequence[Attempt]) -> int:
-    """Steps that were done when attempt `number` was lost, and that the next one to take steps did again.
+def _resumed_s(attempts: Sequence[Attempt]) -> list[float]:
+    """For each place: when the first step of the attempts from there on had ended; `inf` if they have none."""
+    ends_s = [min((span.at_s for _, span in attempt.steps), default=math.inf) for attempt in attempts]
+    return list(accumulate([math.inf, *reversed(ends_s)], min))[::-1]
+
+
+def _caught_up_s(attempts: Sequence[Attempt]) -> list[float]:
+    """For each place: when the attempts from there on had first done a step above all those before; `inf` if never.
+
+    The highest step so far only rises. So a step is new for all places up to a last one, which bisection finds.
+    """
+    lasts = [max((step for step, _ in attempt.steps), default=-1) for attempt in attempts]
+    highest = list(accumulate([-1, *lasts], max))
+    first_s = [math.inf] * len(highest)  # by the last place for which the step is new
+    for number, attempt in enumerate(attempts):
+        for step, span in attempt.steps:
+            place = min(number, bisect_left(highest, step) - 1)
+            if place >= 0:
+                first_s[place] = min(first_s[place], span.at_s)
+    return list(accumulate(reversed(first_s), min))[::-1]
+
+
+def _lost_steps(attempts: Sequence[Attempt]) -> dict[int, int]:
+    """By attempt: the steps that were done when it was lost, and that the next one to take steps did again.
 
     The steps may be those of earlier attempts too; what an earlier loss had undone already is not lost again.
     """
+    lost: dict[int, int] = {}
     done: set[int] = set()
+    downward: list[int] = []  # a heap of the same steps, negated: the highest first
     last = None
-    for attempt in (a for a in attempts if a.steps):
+    for attempt in attempts:
+        if not attempt.steps:
+            continue
         first = min(step for step, _ in attempt.steps)
-        if attempt.number > number:
-            return sum(step >= first for step in done) if last == number else 0
-        done = {step for step in done if step < first} | {step for step, _ in attempt.steps}
+        count = len(done)
+        while downward and -downward[0] >= first:
+            done.remove(-heappop(downward))
+        if last is not None:
+            lost[last] = count - len(done)
+        for step in {step for step, _ in attempt.steps}:  # all that are left are below
+            done.add(step)
+            heappush(downward, -step)
         last = attempt.number
-    return 0
+    return lost
 
 
 def _saves(attempts: Sequence[Attempt]) -> Saves:

@@ -14,13 +14,28 @@ from typing import Literal, NamedTuple
 
 from ckptkit.events import LOG_NAME, Event, Kind, read_events
 from ckptkit.goodput.parts import Interval, Part, part_of
-from ckptkit.goodput.signs import Stride, spans_of, strides_of, usual_step_s
+from ckptkit.goodput.signs import Stride, is_restore, spans_of, strides_of, usual_step_s
 
 StepsFrom = Literal["spans", "calls", "both", "nothing"]  # both: some attempts by spans, some by calls
 
 
+class RunLogs(NamedTuple):
+    """The logs of a run, and a note for each file with lines that could not be read."""
+
+    logs: list[list[Event]]
+    notes: tuple[str, ...]
+
+
 def load_run(directory: str | os.PathLike[str]) -> list[list[Event]]:
+    """The logs of a run, as `read_run` reads them, without its notes."""
+    return read_run(directory).logs
+
+
+def read_run(directory: str | os.PathLike[str]) -> RunLogs:
     """The logs of a run: `launcher.jsonl` and `attempt-<a>-process-<p>.jsonl`; other files are not read.
+
+    Skips events of kinds that only a newer ckptkit knows, with a note. Raises ValueError for a damaged line, and
+    FileNotFoundError for a directory without logs.
 
     The name gives the process, and also the attempt if no `started` event has it: many loops write none, and a full
     disk loses it.
@@ -32,7 +47,21 @@ def load_run(directory: str | os.PathLike[str]) -> list[list[Event]]:
             f"no event logs in {root}: expected launcher.jsonl or attempt-<a>-process-<p>.jsonl; "
             "name the directory that the run was given as --events"
         )
-    return [_as_named(path, read_events(path)) for path in paths]
+    logs, notes = list[list[Event]](), list[str]()
+    for path in paths:
+        unknown = Counter[str]()
+        logs.append(_as_named(path, read_events(path, unknown=unknown)))
+        notes += [_unread(path.name, unknown)] if unknown else []
+    return RunLogs(logs, tuple(notes))
+
+
+def _unread(name: str, unknown: Counter[str]) -> str:
+    count, shown = unknown.total(), sorted(unknown)
+    more = f" and {len(shown) - _KINDS_SHOWN} more" if len(shown) > _KINDS_SHOWN else ""
+    return (
+        f"{count:,} {'line' if count == 1 else 'lines'} of {name} could not be read: this ckptkit does not know the "
+        f"kinds of event {', '.join(shown[:_KINDS_SHOWN])}{more}. Read the logs with the version that wrote them."
+    )
 
 
 def _as_named(path: Path, log: list[Event]) -> list[Event]:
@@ -56,27 +85,58 @@ def steps_done(directory: str | os.PathLike[str]) -> int | None:
     root = Path(directory)
     paths = list(root.glob("attempt-*-process-0.jsonl")) or root.glob("attempt-*-process-*.jsonl")
     try:
-        return max((step + 1 for path in paths for step, _ in _steps(read_events(path))), default=None)
+        return max(
+            (step + 1 for path in paths for step, _ in _steps(read_events(path, unknown=Counter()))), default=None
+        )
     except (ValueError, OSError):
         return None
 
 
 _SIGNS = frozenset({Kind.OPENED, Kind.SPAN, Kind.CALLED, Kind.STAGED})  # that a run goes on
+_KINDS_SHOWN = 3  # in a note
+_CLOCK_S = 1e-3  # the start of a span is its end less a duration by another clock
 
 
 class Redone(NamedTuple):
     """The steps of an attempt whose work was lost: done again later."""
 
     from_step: float  # later attempts did this step, and all above it, again
-    rollbacks: list[tuple[float, int]]  # when a guard went back within the attempt, and to which step
+    rollbacks: list[
+        tuple[float, int]
+    ]  # in order: when the attempt went back, and to which step then or later, at least
 
     def undone(self, step: int, span: Event) -> bool:
-        """Whether a guard went back to before the step after it was done."""
-        return any(span.at_s <= at_s and step >= to_step for at_s, to_step in self.rollbacks)
+        """Whether the attempt went back to before the step after it was done."""
+        place = bisect_left(self.rollbacks, span.at_s, key=lambda each: each[0])
+        return place < len(self.rollbacks) and step >= self.rollbacks[place][1]
 
     def keeps(self, step: int, span: Event) -> bool:
         """Whether the work of the step was kept."""
         return step < self.from_step and not self.undone(step, span)
+
+
+def _rollbacks(
+    primary: Iterable[Event], steps: Sequence[tuple[int, Event]], steps_from: StepsFrom
+) -> list[tuple[float, int]]:
+    """When process 0 went back within the attempt: by a guard, or by a restore of its own.
+
+    The first step after it is the first one that was undone, whatever the number of a save means. The lowest one of
+    this and all later times counts. A restore that no step of the attempt follows is known from the next attempt.
+    """
+    begun = sorted((start_s(span), step) for step, span in steps)
+    found: list[tuple[float, int]] = []
+    for event in sorted(primary, key=lambda event: event.at_s, reverse=True):
+        by_guard = event.kind == Kind.ROLLED_BACK and event.step is not None
+        if not (by_guard or is_restore(event)) or event.fields.get("failed"):
+            continue
+        place = bisect_left(begun, event.at_s - _CLOCK_S, key=lambda each: each[0])
+        to_step = begun[place][1] if place < len(begun) else None
+        if to_step is None or (event.step is not None and to_step < event.step):
+            if not by_guard or event.step is None:
+                continue
+            to_step = event.step + (steps_from == "calls")
+        found.append((event.at_s, min(to_step, found[-1][1]) if found else to_step))
+    return found[::-1]
 
 
 class Attempt(NamedTuple):
@@ -151,8 +211,7 @@ def attempts_of(logs: Sequence[Sequence[Event]]) -> tuple[list[Attempt], list[Ev
         steps = list(_steps(spans))
         first_s = min(map(start_s, primary), default=None)
         last_s = max(event.at_s for event in primary or events)
-        rollbacks = [(e.at_s, e.step) for e in primary if e.kind == Kind.ROLLED_BACK and e.step is not None]
-        redone = Redone(wasted_from, rollbacks)
+        redone = Redone(wasted_from, _rollbacks(primary, steps, steps_from))
         attempts.append(Attempt(number, events, spans, steps, first_s, last_s, redone, steps_from))
         wasted_from = min([wasted_from, *(step for step, _ in steps)])
     return attempts[::-1], launcher

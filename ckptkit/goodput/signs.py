@@ -36,15 +36,16 @@ class _Call(NamedTuple):
     @property
     def saved(self) -> int | None:
         """The step that the loop called for."""
-        return next((e.step for e in self.events if e.step is not None and not _is_restore(e)), None)
+        return next((e.step for e in self.events if e.step is not None and not is_restore(e)), None)
 
     @property
     def restored(self) -> int | None:
         """The step that was restored."""
-        return next((e.step for e in self.events if e.step is not None and _is_restore(e)), None)
+        return next((e.step for e in self.events if e.step is not None and is_restore(e)), None)
 
 
-def _is_restore(event: Event) -> bool:
+def is_restore(event: Event) -> bool:
+    """Whether it is the end of a restore."""
     return event.kind == Kind.RESTORED or event.fields.get("span") == "checkpoint_restore"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from ckptkit.cli import main
 from ckptkit.events import EventLog, Kind
-from ckptkit.goodput import goodput_page, goodput_report, load_run, timeline_of
+from ckptkit.goodput import goodput_page, goodput_report, load_run, steps_done, timeline_of
 from ckptkit.goodput.exporters import METRICS
 from ckptkit.util import clock
 from tests.browser import in_browser, needs_browser, overflow_in_browser, pictured
@@ -76,6 +76,29 @@ def test_damaged_log_is_reported_by_name(run_dir: Path, capsys: pytest.CaptureFi
     err = capsys.readouterr().err
     assert f"corrupt: {path}:2: " in err
     assert "report it" not in err
+
+
+def test_events_of_a_newer_version_are_skipped_with_a_note(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """One event of a new kind, in the log of one process, would make the whole account impossible."""
+    assert main(["goodput", str(run_dir), "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert before["notes"] == []
+    path, done = run_dir / "attempt-0-process-0.jsonl", steps_done(run_dir)
+    line = '{"kind":"warp_begun","at_s":1.0,"process":0,"reason":[1]}\n'
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], line, *lines[2:], 2 * line]))
+    note = (
+        "3 lines of attempt-0-process-0.jsonl could not be read: this ckptkit does not know the kinds of event "
+        "warp_begun. Read the logs with the version that wrote them."
+    )
+    assert main(["goodput", str(run_dir)]) == 0
+    assert note in capsys.readouterr().out.splitlines()
+    assert main(["goodput", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {**before, "notes": [note]}
+    assert steps_done(run_dir) == done
+    path.write_text(path.read_text().replace(line, '{"kind":"warp_begun","process":0}\n'))  # not an event of any kind
+    assert main(["goodput", str(run_dir)]) == 11
+    assert f"corrupt: {path}:3: not an event" in capsys.readouterr().err
 
 
 def test_json_parts_add_up(run_dir: Path, capsys: pytest.CaptureFixture[str]):
