@@ -20,8 +20,9 @@ _SEEDS = ("seed", "setstate", "set_state")
 
 
 class Lost:
-    """Notes what a module does while it is imported in a template, and what a worker would not have: it looks for a
-    worker's own variables, or it seeds random numbers (each worker has new ones)."""
+    """Notes what a fork would lose of a module that is imported in a template.
+
+    Such a module looks for a worker's own variables, or seeds random numbers: each worker has others."""
 
     def __init__(self):
         self.what: str | None = None

@@ -50,9 +50,9 @@ def patch_orbax(tiers: Sequence[Tier] | str | os.PathLike[str] = (), **ours: Any
       ours: further keywords of `ckptkit.CheckpointManager`, for each manager that is not given them: `host_id`,
         `events`, `durable`, `saving`, `restoring`, `processes`.
 
-    Raises `CheckpointError` with all places where a class is in use already: an instance, a subclass, a module that
-    imported it by name, or holds it in a dict, a class or the defaults of a function, and would go on with the stock
-    class. Then nothing is replaced. Raises ValueError for tiers
+    Raises `CheckpointError` with all places where a class is in use already, and replaces nothing then. A place is an
+    instance, a subclass, or a module that imported the class by name. It may also be a dict of a module, an attribute
+    of a class, or the default of a function: they would go on with the stock class. Raises ValueError for tiers
     that cannot be.
     """
     if _replaced:

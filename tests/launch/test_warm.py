@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.launch import ExitCode, HangPolicy, Hooks, Launcher, RestartPolicy, WarmStart, Workers, host
+from ckptkit.launch import ExitCode, HangPolicy, Hooks, Launcher, RestartPolicy, WarmStart, Workers, host, import_watch
 from ckptkit.launch.command import leading_imports, python_command
+from ckptkit.launch.specs import JobPlace, specs_of
 from ckptkit.launch.standby import Standby
 from tests.cases import long_except
 from tests.launch.test_launcher import is_alive, wait_until
@@ -322,6 +323,13 @@ def test_module_that_asks_or_seeds_while_it_is_imported_gives_what_a_cold_start_
     assert sorted(warm.texts) == sorted(cold.texts)
     assert ran_cold(warm) == (reason is not None)
     assert reason is None or any(f"importing mine: {reason}" in line for line in warm.said), warm.said
+
+
+def test_every_variable_of_a_worker_is_watched_for() -> None:
+    """A module that asks for a new one would find nothing in a template, and no worker would import it for itself."""
+    place = JobPlace(first=0, here=1, processes=1, coordinator="", attempt=0)
+    (spec,) = specs_of(["python"], place)
+    assert set(spec.environment) == import_watch._OWN_VARIABLES
 
 
 def test_template_that_says_much_does_not_wait_for_a_reader(tmp_path: Path) -> None:
