@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,89 +18,12 @@ from typing import Any
 import pytest
 
 from ckptkit.cli.run import first_node, hosts_of
-from ckptkit.launch import Hooks, Launcher, RestartPolicy, WarmStart, Workers, free_port
+from ckptkit.launch import Hooks, Launcher, RestartPolicy, WarmStart, Workers
 from ckptkit.launch.control import Connection, ControlError, Listener, connect
 from ckptkit.launch.follower import Follower
 from ckptkit.launch.roster import HostLimits, Roster
+from tests.launch.agents import SECRET, TOLD, Agents
 from tests.launch.test_launcher import is_alive, wait_until
-
-SECRET = "0123456789abcdef-secret"
-TOLD = (
-    "import os, sys, time\n"
-    "from ckptkit.util import heartbeat\n"
-    "e = os.environ\n"
-    "assert 'CKPTKIT_SECRET' not in e\n"
-    "words = [e['CKPTKIT_' + name] for name in ('ATTEMPT', 'PROCESS', 'PROCESSES', 'LOCAL_PROCESS')]\n"
-    "print('up', *words, os.getpid(), flush=True)\n"
-    "step = 0\n"
-    "while not os.path.exists(sys.argv[1]):\n"
-    "    time.sleep(0.01)\n"
-    "    step += 1\n"
-    "    heartbeat.beat(step)\n"
-    "sys.exit(int(open(sys.argv[1]).read() or 0))\n"
-)
-
-
-class Agents:
-    """`ckptkit run` on several hosts that are only ports of this machine."""
-
-    def __init__(self, home: Path):
-        self.home = home
-        self.port = free_port()
-        self.agents: dict[int, subprocess.Popen[bytes]] = {}
-        (home / "told.py").write_text(TOLD)
-
-    def start(self, rank: int, *words: str, nnodes: str = "3", secret: str = SECRET, command: str = "told.py") -> None:
-        log = (self.home / f"log-{rank}").open("ab")
-        flags = ["--processes", "2", "--nnodes", nnodes, "--node-rank", str(rank), "--preload", "json"]
-        flags += ["--rendezvous", f"127.0.0.1:{self.port}", "--grace", "0.1", "--join-timeout", "120", *words]
-        if rank == 0:
-            flags += ["--status", str(self.home / "status")]
-        target = [sys.executable, str(self.home / command), str(self.home / "go")]
-        self.agents[rank] = subprocess.Popen(
-            [sys.executable, "-m", "ckptkit.cli", "run", *flags, "--", *target],
-            env={**os.environ, "CKPTKIT_SECRET": secret},
-            stdout=log,
-            stderr=log,
-        )
-
-    def log(self, rank: int) -> str:
-        return (self.home / f"log-{rank}").read_text()
-
-    def up(self, attempt: int) -> dict[int, int]:
-        """Process ids of the workers of an attempt, by process."""
-        found = {}
-        for rank in self.agents:
-            for line in self.log(rank).splitlines():
-                words = line.split()
-                if words[1:3] == ["up", str(attempt)]:
-                    found[int(words[3])] = int(words[6])
-        return found
-
-    def wait_up(self, attempt: int, count: int) -> dict[int, int]:
-        assert wait_until(lambda: len(self.up(attempt)) == count, 120), {rank: self.log(rank) for rank in self.agents}
-        return self.up(attempt)
-
-    def status(self) -> dict[str, Any]:
-        return json.loads((self.home / "status").read_text())
-
-    def finish(self, code: int = 0) -> None:
-        (self.home / "go").write_text(str(code))
-        for rank, agent in self.agents.items():
-            if agent.returncode is None:
-                assert agent.wait(timeout=120) == code, self.log(rank)
-
-    def close(self) -> None:
-        for agent in self.agents.values():
-            agent.kill()
-            agent.wait()
-
-
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[Agents]:
-    found = Agents(tmp_path)
-    yield found
-    found.close()
 
 
 def test_worker_lost_on_one_host_restarts_all_hosts(agents: Agents) -> None:
@@ -296,107 +218,6 @@ def test_bad_input_of_one_host_ends_the_job_on_all(agents: Agents) -> None:
     agents.finish(2)
 
 
-def on_sigterm(*lines: str) -> str:
-    """The worker of `TOLD`, with these lines as its handler of SIGTERM."""
-    handler = "".join(f"    {line}\n" for line in lines)
-    handler = f"import signal\ndef save(*_):\n{handler}signal.signal(signal.SIGTERM, save)\n"
-    return TOLD.replace("words = [", f"{handler}words = [")
-
-
-@pytest.mark.parametrize("told", [[2], [1, 2, 0]])
-def test_preemption_told_to_one_agent_or_to_all_saves_on_all(agents: Agents, told: list[int]) -> None:
-    """A scheduler that takes hosts back would kill the workers without the last save of the job."""
-    (agents.home / "saves.py").write_text(on_sigterm("time.sleep(1)", "sys.exit(75)"))
-    for rank in range(3):
-        agents.start(rank, command="saves.py")
-    agents.wait_up(0, 6)
-    for rank in told:
-        agents.agents[rank].send_signal(signal.SIGTERM)
-    assert [agent.wait(timeout=120) for agent in agents.agents.values()] == [75, 75, 75], agents.log(0)
-
-
-def test_preempted_job_with_a_host_that_did_not_save_is_not_called_saved(agents: Agents) -> None:
-    """The batch script would queue the job again for a step that not all processes have saved."""
-    (agents.home / "saves.py").write_text(on_sigterm("e['CKPTKIT_PROCESS'] == '3' or sys.exit(75)"))
-    for rank in range(2):
-        agents.start(rank, "--preempt-grace", "2", nnodes="2", command="saves.py")
-    agents.wait_up(0, 4)
-    agents.agents[0].send_signal(signal.SIGTERM)
-    assert [agent.wait(timeout=120) for agent in agents.agents.values()] == [130, 130]
-    assert "these processes ended before they had saved their last step: 3" in agents.log(0)
-
-
-def test_ctrl_c_to_all_agents_is_one_and_a_second_signal_to_any_cuts_the_grace(agents: Agents) -> None:
-    """srun passes Ctrl-C on to each agent: the workers would be killed at once; or nothing could end a long grace."""
-    (agents.home / "slow.py").write_text(on_sigterm("print('told', words[1], flush=True)"))
-    for rank in range(2):
-        agents.start(rank, "--grace", "600", nnodes="2", command="slow.py")
-    ups = agents.wait_up(0, 4)
-    for agent in agents.agents.values():
-        agent.send_signal(signal.SIGINT)
-    assert wait_until(lambda: all(agents.log(rank).count(" told") == 2 for rank in range(2)), 60), agents.log(1)
-    time.sleep(0.5)
-    assert all(map(is_alive, ups.values())), "the second agent's signal was the same Ctrl-C"
-    agents.agents[1].send_signal(signal.SIGINT)
-    assert [agent.wait(timeout=60) for agent in agents.agents.values()] == [130, 130], agents.log(0)
-    assert not any(map(is_alive, ups.values()))
-
-
-def test_spare_that_is_told_to_end_leaves_and_the_job_goes_on(agents: Agents) -> None:
-    """A scheduler that takes an idle host back would end a job that does not need it."""
-    for rank in range(3):
-        agents.start(rank, nnodes="2")
-    agents.wait_up(0, 4)
-    spare = next(rank for rank in (1, 2) if " up 0 " not in agents.log(rank))
-    assert wait_until(lambda: catches(agents.agents[spare].pid, signal.SIGTERM))
-    agents.agents[spare].send_signal(signal.SIGTERM)
-    assert agents.agents.pop(spare).wait(timeout=60) == 130
-    agents.finish()
-
-
-def test_agent_below_nohup_outlives_its_terminal(agents: Agents) -> None:
-    """A job that was started with nohup would end when its owner logs out."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the agents inherit it
-    try:
-        for rank in range(2):
-            agents.start(rank, nnodes="2")
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    ups = agents.wait_up(0, 4)
-    for agent in agents.agents.values():
-        agent.send_signal(signal.SIGHUP)
-    time.sleep(0.5)
-    assert all(map(is_alive, ups.values())), agents.log(0)
-    agents.finish()
-
-
-def test_user_signals_of_a_scheduler_reach_each_worker_once(agents: Agents) -> None:
-    """`scancel --signal=USR1` would end all agents but the first, or the workers would count one signal twice."""
-    signums = (signal.SIGUSR1, signal.SIGUSR2)
-    handlers = "import signal\nfor each in (signal.SIGUSR1, signal.SIGUSR2):\n"
-    handlers += (
-        "    signal.signal(each, lambda signum, frame: print('got', signum, e['CKPTKIT_PROCESS'], flush=True))\n"
-    )
-    (agents.home / "told_twice.py").write_text(TOLD.replace("words = [", f"{handlers}words = ["))
-
-    def got() -> list[str]:
-        lines = [line for rank in agents.agents for line in agents.log(rank).splitlines()]
-        return sorted(line.partition(" ")[2] for line in lines if " got " in line)
-
-    agents.start(1, nnodes="2", command="told_twice.py")
-    assert wait_until(lambda: catches(agents.agents[1].pid, signal.SIGUSR2))
-    agents.agents[1].send_signal(signal.SIGUSR1)  # before it has found the first agent: for no worker
-    agents.start(0, nnodes="2", command="told_twice.py")
-    agents.wait_up(0, 4)
-    for signum in signums:
-        for agent in agents.agents.values():
-            agent.send_signal(signum)
-        expected = sorted(f"got {each:d} {process}" for each in signums if each <= signum for process in range(4))
-        assert wait_until(lambda expected=expected: len(got()) >= len(expected)), got()
-        assert got() == expected
-    agents.finish()
-
-
 @pytest.mark.long
 def test_slow_and_hanging_process_of_another_host_is_named(agents: Agents) -> None:
     """The first agent would name its own process, which waits for that one, and the wrong host would be replaced."""
@@ -418,12 +239,6 @@ def test_slow_and_hanging_process_of_another_host_is_named(agents: Agents) -> No
     assert "process 3 was lost (no step for 5 s)" in log
     assert agents.status()["losses"][0]["process"] == 3
     agents.finish()
-
-
-def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal."""
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
-    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
 
 
 @pytest.mark.long
