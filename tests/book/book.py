@@ -1,0 +1,333 @@
+"""The book: what was saved, where, in which order, and therefore which answers a restart may give.
+
+It knows nothing of epochs, slots, manifests or votes. Each save has a value that no other save has, and values grow in
+the order of saving. What a kill leaves unknown is `MAYBE`: the book then allows each answer that one of the outcomes
+allows, and never one that none does.
+
+Rules:
+- The newest save is the one made last on this branch. A higher number of a step does not make a save newer.
+- A save is one value on all processes. A value that is joined from two saves is not in the book.
+- A root that was removed and made again is another root: the saves of the first one are no answers.
+- A backup that was put back is the same root as it was then. Runs that it does not know of are no answers.
+- A run that could not record itself in the root is an answer only while no other run has begun.
+- A save after the restore of an older one begins a branch: later saves of the branch before are abandoned.
+- A deleted save does not return, on whatever host it lay.
+- A tier keeps its `keep` newest saves, in the order of saving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+NO, MAYBE, YES = 0, 1, 2
+RAM, SSD, PEER, DURABLE = "ram", "ssd", "peer", "durable"
+
+
+class Disagreement(Exception):
+    """The library gave an answer that the book does not allow."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """The saves from a start or a restore on, until the next one."""
+
+    number: int
+    run: int
+    base: float  # the value from which it continues; 0: from nothing
+    began: float  # the value of its first save
+    status: int  # whether the root knows of it
+
+
+@dataclass(slots=True, kw_only=True)
+class Root:
+    """A durable root as it is now; a backup is a copy of this record."""
+
+    identity: int
+    segments: list[Segment] = field(default_factory=list)
+    durable: dict[int, int] = field(default_factory=dict)  # value: is it there
+    deleted: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Save:
+    """One save that a run has made."""
+
+    value: int
+    step: int
+    root: int
+    place: str  # the path of the root
+    run: int
+    segment: int
+    hosts: tuple[str, ...]  # of its processes
+    sharded: bool  # no process has all of it
+    fast: dict[str, list[int]]  # tier: for each process, whether its share is there
+    peer: int = NO
+    peers_lost: set[str] = field(default_factory=set)  # hosts that have lost the copies that they kept
+
+    def held(self, hosts: Collection[str], tiers: Collection[str], place: str) -> int:
+        """Whether these hosts have all of it in these fast tiers."""
+        most = YES if place == self.place else MAYBE
+        shares = [NO] * len(self.hosts)
+        for tier in set(tiers) & set(self.fast):
+            for process, host in enumerate(self.hosts):
+                if host in hosts:
+                    shares[process] = max(shares[process], min(most, self.fast[tier][process]))
+        found = min(shares) if self.sharded else max(shares)
+        if PEER in tiers and self.peer:
+            gone = {host for host in self.hosts if host not in hosts or host in self.peers_lost}
+            if gone != set(self.hosts):
+                found = max(found, min(most, self.peer if len(gone) <= 1 else MAYBE))
+            elif found == NO and set(self.hosts) & set(hosts):
+                found = MAYBE
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One run, as far as it has come."""
+
+    number: int
+    hosts: tuple[str, ...]
+    tiers: tuple[str, ...]
+    keep: dict[str, int | None]
+    sharded: bool
+    root: Root
+    place: str
+    segment: Segment | None = None  # None: the next save begins one
+    base: int = 0
+    restored: bool = False  # and not saved since
+    writable: bool = True
+    alone: bool = False  # its segment could not be recorded
+    in_flight: list[int] = field(default_factory=list)
+
+
+class Book:
+    """What a history has made so far."""
+
+    def __init__(self) -> None:
+        self.saves: dict[int, Save] = {}
+        self.roots: dict[str, Root] = {}  # by path
+        self.backups: list[Root] = []
+        self._unrecorded: dict[int, Segment] = {}
+        self._count = 0
+        self._last = 0
+
+    # What happens between runs.
+
+    def remove_root(self, place: str) -> None:
+        """`rm -r ROOT`."""
+        self.roots.pop(place, None)
+
+    def copy_root(self, source: str, target: str) -> None:
+        """`cp -r ROOT OTHER`, where nothing was."""
+        self.roots[target] = deepcopy(self.roots[source])
+
+    def back_up(self, place: str) -> None:
+        """`cp -r ROOT BACKUP`."""
+        self.backups.append(deepcopy(self.roots[place]))
+
+    def put_back(self, number: int, place: str) -> None:
+        """`rm -r ROOT; cp -r BACKUP ROOT`."""
+        self.roots[place] = deepcopy(self.backups[number])
+
+    def lose(self, host: str, tiers: Collection[str]) -> None:
+        """A host loses what it holds in these tiers: it was rebooted (ram), or replaced (all)."""
+        for save in self.saves.values():
+            for tier in set(tiers) & set(save.fast):
+                save.fast[tier] = [NO if at == host else found for at, found in self._shares(save, tier)]
+            if RAM in tiers:
+                save.peers_lost.add(host)
+
+    @staticmethod
+    def _shares(save: Save, tier: str) -> Iterator[tuple[str, int]]:
+        return zip(save.hosts, save.fast[tier], strict=True)
+
+    # What a run does.
+
+    def open(self, place: str, hosts: Sequence[str], config: Any) -> Run:
+        """A run starts. A root that is not there is made."""
+        self._count += 1
+        root = self.roots.setdefault(place, Root(identity=self._count))
+        tiers = tuple(config["tiers"])
+        return Run(
+            number=self._count, hosts=tuple(hosts), tiers=tiers, keep=config["keep"], sharded=config["sharded"],
+            root=root, place=place,
+        )  # fmt: skip
+
+    def restored(self, run: Run, value: int | None) -> None:
+        """The run has restored this save: its next save continues from there."""
+        run.base, run.segment, run.restored = value or 0, None, True
+
+    def begin_save(self, run: Run, value: int, step: int) -> None:
+        """A process has called `save`."""
+        if run.segment is None:
+            self._count += 1
+            run.segment = Segment(number=self._count, run=run.number, base=run.base, began=value, status=MAYBE)
+            run.root.segments.append(run.segment)
+            run.alone = False
+        self.saves[value] = Save(
+            value=value, step=step, root=run.root.identity, place=run.place, run=run.number,
+            segment=run.segment.number, hosts=run.hosts, sharded=run.sharded,
+            fast={tier: [MAYBE] * len(run.hosts) for tier in run.tiers if tier in (RAM, SSD)},
+            peer=MAYBE if PEER in run.tiers else NO,
+        )  # fmt: skip
+        run.root.durable[value] = MAYBE
+        self._last = value
+        run.in_flight.append(value)
+        for tier in run.tiers:
+            self._prune(run, self.saves[value], tier, certain=False)
+
+    def end_save(self, run: Run, value: int, *, taken: bool) -> None:
+        """`save` has returned on all processes."""
+        if taken:
+            run.restored = False
+            return
+        run.in_flight.remove(value)
+        del self.saves[value], run.root.durable[value]
+        if run.segment is not None and run.segment.began == value:
+            if run.segment in run.root.segments:
+                run.root.segments.remove(run.segment)
+            run.segment = None
+
+    def settled(self, run: Run, found: dict[int, Collection[str]]) -> None:
+        """All saves are in their tiers: `found` has the tiers of each step, as the manager reports them."""
+        for value in run.in_flight:
+            save, again = self.saves[value], [v for v in run.in_flight if self.saves[v].step == self.saves[value].step]
+            tiers = found.get(save.step, ()) if value == again[-1] else ()
+            run.root.durable[value] = YES if DURABLE in tiers else NO
+            for tier in save.fast:
+                save.fast[tier] = [YES if tier in tiers else MAYBE] * len(save.hosts)
+            save.peer = YES if PEER in tiers and len(set(save.hosts)) > 1 else save.peer
+            self._record(run, tiers)
+            for tier in tiers:
+                self._prune(run, save, tier, certain=True)
+        run.in_flight.clear()
+
+    def _record(self, run: Run, tiers: Collection[str]) -> None:
+        segment = run.segment
+        if segment is None or not tiers or segment.status == YES:
+            return
+        if DURABLE in tiers or (run.writable and not run.alone):
+            segment.status = YES
+            self._unrecorded.pop(segment.number, None)
+        elif not run.writable:
+            run.alone = True
+            self._unrecorded[segment.number] = segment
+            if segment in run.root.segments:
+                run.root.segments.remove(segment)
+        if (run.writable or DURABLE in tiers) and segment not in run.root.segments:
+            run.root.segments.append(segment)
+
+    def deleted(self, run: Run, step: int, *, certain: bool) -> None:
+        """The run has deleted a step."""
+        for save in [save for save, _ in self.candidates(run) if save.step == step]:
+            run.root.deleted[save.value] = YES if certain else MAYBE
+            run.root.durable[save.value] = NO if certain else min(MAYBE, run.root.durable.get(save.value, NO))
+
+    def closed(self, run: Run) -> None:
+        """The run has ended by `close`, which may copy the restored step to the root."""
+        if run.restored and run.base:
+            run.root.durable[run.base] = max(MAYBE, run.root.durable.get(run.base, NO))
+            self._count += 1
+            began = self._last + 0.5
+            run.root.segments.append(
+                Segment(number=self._count, run=run.number, base=run.base, began=began, status=MAYBE)
+            )
+
+    def _prune(self, run: Run, save: Save, tier: str, *, certain: bool) -> None:
+        """A tier has taken a save: what is not among the newest there may be gone."""
+        kept = run.keep.get(tier)
+        if tier == DURABLE:
+            held = [v for v, found in run.root.durable.items() if found == YES and v <= save.value]
+            on_branch = [v for v in sorted(held, reverse=True) if self._stands(self.saves[v], run.root) == YES]
+            for value in held if kept is not None and certain else ():
+                if value not in on_branch[:kept]:
+                    run.root.durable[value] = MAYBE
+            return
+        newest = 0
+        for old in sorted(self.saves.values(), key=lambda each: -each.value):
+            if old.value > save.value or old.place != save.place:
+                continue
+            alike = old.hosts == save.hosts and old.root == save.root and self._stands(old, run.root) == YES
+            held = old.peer if tier == PEER else min(old.fast.get(tier, [NO]))
+            newest += alike and held == YES
+            if (certain or not alike) and old is not save and not (alike and newest <= (kept or 1)):
+                self._weaken(old, [tier], save.hosts)
+
+    @staticmethod
+    def _weaken(save: Save, tiers: Collection[str], hosts: Collection[str]) -> None:
+        for tier in set(tiers) & set(save.fast):
+            save.fast[tier] = [min(f, MAYBE) if host in hosts else f for host, f in Book._shares(save, tier)]
+        if PEER in tiers and set(hosts) & set(save.hosts):
+            save.peer = min(save.peer, MAYBE)
+
+    # What may be answered.
+
+    def _known(self, save: Save, root: Root) -> int:
+        """Whether the root knows of the run that made a save."""
+        for segment in root.segments:
+            if segment.number == save.segment and segment.number not in self._unrecorded:
+                return segment.status
+        if save.segment in self._unrecorded:
+            later = [s for s in root.segments if s.began > save.value and s.run != save.run and s.status == YES]
+            return MAYBE if all(segment.base >= save.value for segment in later) else NO
+        return MAYBE if any(segment.run == save.run for segment in root.segments) else NO
+
+    def _stands(self, save: Save, root: Root) -> int:
+        """Whether a save is on the branch that the root continues."""
+        if save.root != root.identity:
+            return NO
+        found = min(self._known(save, root), YES - root.deleted.get(save.value, NO))
+        for segment in root.segments:
+            if segment.base < save.value < segment.began:
+                found = min(found, YES - segment.status)
+        return found
+
+    def candidates(self, run: Run, *, durable_only: bool = False) -> list[tuple[Save, int]]:
+        """The saves that a restart may give, newest first, and whether it has them for sure."""
+        found = []
+        for save in sorted(self.saves.values(), key=lambda each: -each.value):
+            held = run.root.durable.get(save.value, NO)
+            if not durable_only:
+                held = max(held, save.held(run.hosts, run.tiers, run.place))
+            status = min(held, self._stands(save, run.root))
+            if status > NO:
+                found.append((save, status))
+        return found
+
+    def answers(self, run: Run, *, step: int | None = None, durable_only: bool = False) -> list[Save | None]:
+        """What a restore of the newest save, or of a step, may give; None: nothing."""
+        allowed: list[Save | None] = []
+        for save, status in self.candidates(run, durable_only=durable_only):
+            if step in (None, save.step):
+                allowed.append(save)
+                if status == YES:
+                    return allowed
+        return [*allowed, None]
+
+    def steps(self, run: Run) -> tuple[set[int], set[int]]:
+        """The steps that `all_steps` must list, and those that it may list."""
+        found = self.candidates(run)
+        newest = {save.step: save for save, _ in reversed(found)}  # a step is listed once
+        must = {save.step for save, status in found if status == YES}
+        if run.restored:  # those after the restored one are about to be abandoned
+            must = {step for step in must if newest[step].value <= run.base}
+        return must, set(newest)
+
+    def strangers(self, run: Run) -> tuple[bool, bool]:
+        """Whether hosts of this run surely hold saves that it may not take: of another root, of runs that it does not
+        know. A person is told of them at the start."""
+        foreign = unknown = False
+        for save in self.saves.values():
+            held = any(
+                found == YES and host in run.hosts
+                for tier in set(run.tiers) & set(save.fast)
+                for host, found in self._shares(save, tier)
+            )
+            if held and save.place == run.place:
+                foreign |= save.root != run.root.identity
+                unknown |= save.root == run.root.identity and self._known(save, run.root) == NO
+        return foreign, unknown

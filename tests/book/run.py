@@ -1,0 +1,106 @@
+"""Plays seeds, and prints how to repeat a disagreement: `python -m tests.book --seeds 1000`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import click
+
+from tests.book.history import History, draw
+
+_BATCH = 20  # seeds of one task of a pool
+_SHRUNK = 5  # disagreements whose histories are made shorter
+_TRIES = 2  # a history is played so often while it is made shorter: kills are not at the same moment each time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A disagreement, and the history that gives it."""
+
+    history: History
+    processes: int
+    problem: str
+
+    def __str__(self) -> str:
+        head = f"seed {self.history.seed}: {self.problem}"
+        repeat = f"python -m tests.book --first {self.history.seed} --seeds 1 --processes {self.processes}"
+        return "\n".join([head, f"repeat it: {repeat}", *(f"  {line}" for line in self.history.lines())])
+
+
+def findings(first: int, count: int, processes: int) -> Iterator[Finding]:
+    """The disagreements among `count` seeds from `first`."""
+    from tests.book.jobs import Jobs
+    from tests.book.play import play
+
+    jobs = Jobs()
+    try:
+        for seed in range(first, first + count):
+            history = draw(seed, processes=processes)
+            problem = play(history, jobs)
+            if problem is not None:
+                yield Finding(history=history, processes=processes, problem=problem)
+    finally:
+        jobs.close()
+
+
+def shrunk(finding: Finding) -> Finding:
+    """The same with as few events as still give a disagreement."""
+    from tests.book.jobs import Jobs
+    from tests.book.play import play
+
+    jobs, is_smaller = Jobs(), True
+    try:
+        while is_smaller:
+            is_smaller = False
+            for history in finding.history.smaller():
+                problem = next((p for _ in range(_TRIES) if (p := play(history, jobs)) is not None), None)
+                if problem is not None:
+                    finding = Finding(history=history, processes=finding.processes, problem=problem)
+                    is_smaller = True
+                    break
+    finally:
+        jobs.close()
+    return finding
+
+
+def _prepare() -> None:
+    """Imports what the forked processes need. The backend of JAX stays untouched here."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1"
+    import tests.book.process  # noqa: F401
+
+
+def _batch(first: int, count: int, processes: int) -> list[Finding]:
+    return list(findings(first, count, processes))
+
+
+@click.command()
+@click.option("--seeds", default=100, show_default=True, help="How many seeds to play.")
+@click.option("--first", default=0, show_default=True, help="The first seed.")
+@click.option("--jobs", default=2, show_default=True, help="How many histories are played at a time.")
+@click.option("--processes", default=1, show_default=True, help="The most processes of a run.")
+@click.option("--shrink", default=_SHRUNK, show_default=True, help="How many disagreements are made shorter.")
+def main(seeds: int, first: int, jobs: int, processes: int, shrink: int) -> None:
+    """Plays histories of jobs, and compares each restart with the book.
+
+    Exits with 1 where they disagree, and prints the command that repeats it.
+    """
+    began_s, found = time.monotonic(), list[Finding]()
+    starts = range(first, first + seeds, _BATCH)
+    counts = [min(_BATCH, first + seeds - start) for start in starts]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare) as pool:
+        for batch in pool.map(_batch, starts, counts, [processes] * len(counts)):
+            for each in batch:
+                click.echo(f"seed {each.history.seed}: {each.problem.splitlines()[0]}")
+            found += batch
+        seconds = time.monotonic() - began_s
+        for each in pool.map(shrunk, found[:shrink]):
+            click.echo(str(each))
+    click.echo(f"{seeds} seeds from {first}, {len(found)} disagreements, {seconds:.1f} s, {seeds / seconds:.1f} seeds/s")
+    raise SystemExit(1 if found else 0)
