@@ -225,6 +225,7 @@ class Book:
         """The run has deleted a step."""
         for save in [save for save, _ in self.candidates(run) if save.step == step]:
             run.root.deleted[save.value] = YES if certain else MAYBE
+            run.restored &= save.value != run.base
             run.root.durable[save.value] = NO if certain else min(MAYBE, run.root.durable.get(save.value, NO))
 
     def closed(self, run: Run) -> None:
@@ -241,8 +242,8 @@ class Book:
         """A tier has taken a save: what is not among the newest there may be gone."""
         kept = run.keep.get(tier)
         if tier == DURABLE:
-            held = [v for v, found in run.root.durable.items() if found == YES and v <= save.value]
-            on_branch = [v for v in sorted(held, reverse=True) if self._stands(self.saves[v], run.root) == YES]
+            held = [v for v, found in run.root.durable.items() if found and v <= save.value]
+            on_branch = [v for v in sorted(held, reverse=True) if self._stands(self.saves[v], run.root)]
             for value in held if kept is not None and certain else ():
                 if value not in on_branch[:kept]:
                     run.root.durable[value] = MAYBE
@@ -251,9 +252,8 @@ class Book:
         for old in sorted(self.saves.values(), key=lambda each: -each.value):
             if old.value > save.value or old.place != save.place:
                 continue
-            alike = old.hosts == save.hosts and old.root == save.root and self._stands(old, run.root) == YES
-            held = old.peer if tier == PEER else min(old.fast.get(tier, [NO]))
-            newest += alike and held == YES
+            alike = old.hosts == save.hosts and old.root == save.root and self._stands(old, run.root) > NO
+            newest += alike and (old.peer if tier == PEER else min(old.fast.get(tier, [NO]))) > NO
             if (certain or not alike) and old is not save and not (alike and newest <= (kept or 1)):
                 self._weaken(old, [tier], save.hosts)
 
@@ -312,7 +312,8 @@ class Book:
         """The steps that `all_steps` must list, and those that it may list."""
         found = self.candidates(run)
         newest = {save.step: save for save, _ in reversed(found)}  # a step is listed once
-        must = {save.step for save, status in found if status == YES}
+        unsure = max((save.value for save, status in found if status == MAYBE), default=0)  # it may have replaced others
+        must = {save.step for save, status in found if status == YES and save.value > unsure}
         if run.restored:  # those after the restored one are about to be abandoned
             must = {step for step in must if newest[step].value <= run.base}
         return must, set(newest)

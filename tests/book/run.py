@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -72,7 +73,11 @@ def _prepare() -> None:
     """Imports what the forked processes need. The backend of JAX stays untouched here."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1"
+    import ckptkit.manager  # noqa: F401
     import tests.book.process  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # or each forked process would copy every page at its first collection
 
 
 def _batch(first: int, count: int, processes: int) -> list[Finding]:
