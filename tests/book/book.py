@@ -313,7 +313,14 @@ class Book:
         found = self.candidates(run)
         newest = {save.step: save for save, _ in reversed(found)}  # a step is listed once
         unsure = max((save.value for save, status in found if status == MAYBE), default=0)  # it may have replaced others
-        must = {save.step for save, status in found if status == YES and save.value > unsure}
+        newest_sure = next((save for save, status in found if status == YES), None)
+        must = {
+            save.step
+            for save, status in found
+            if status == YES
+            and save.value > unsure
+            and (save is newest_sure or save.hosts == run.hosts or run.root.durable.get(save.value) == YES)
+        }  # of processes that are gone, only the newest is promised
         if run.restored:  # those after the restored one are about to be abandoned
             must = {step for step in must if newest[step].value <= run.base}
         return must, set(newest)

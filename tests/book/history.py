@@ -172,7 +172,7 @@ class _Drawing:
     def _end(self, acts: list[Event]) -> str:
         rng = self._rng
         if rng.random() < 0.6 or not acts:
-            if acts and rng.random() < 0.8:
+            if acts and rng.random() < 0.9:
                 acts.append(("settle",))
             return "close"
         victim = rng.randrange(len(self._hosts))

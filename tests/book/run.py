@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -60,13 +61,18 @@ def shrunk(finding: Finding) -> Finding:
             is_smaller = False
             for history in finding.history.smaller():
                 problem = next((p for _ in range(_TRIES) if (p := play(history, jobs)) is not None), None)
-                if problem is not None:
+                if problem is not None and _kind(problem) == _kind(finding.problem):
                     finding = Finding(history=history, processes=finding.processes, problem=problem)
                     is_smaller = True
                     break
     finally:
         jobs.close()
     return finding
+
+
+def _kind(problem: str) -> str:
+    """A problem without its numbers: a shorter history has to show the same one."""
+    return re.sub(r"[\[{(].*?[\]})]|[0-9.]+|none", "", problem.splitlines()[0].partition(": ")[2])[:60]
 
 
 def _prepare() -> None:
