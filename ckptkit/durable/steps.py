@@ -463,9 +463,9 @@ class DurableSteps:
         try:
             if step not in self._identities:
                 self._identities[step] = self.save_id(step)
-            return ancestry.superseded(self._identities[step] or ancestry.of_stock(step))
+            return ancestry.superseded(ancestry.identity(step, self._identities[step]))
         except CorruptCheckpointError:
-            return replaced and ancestry.superseded(SaveId(0, step, 0))
+            return replaced and ancestry.may_be_abandoned(step)
 
     def close(self) -> None:
         """Finishes deletions, and ends Orbax's managers."""

@@ -43,8 +43,7 @@ class Catalog:
         self._coordinator.begin(about)
         durable, ledger = self._storage.durable, self._history.ledger
         durable.reload()
-        held, _ = take_stock(self._history.inventory, ledger.ancestry, self._coordinator)
-        ledger.refill(held)
+        ledger.refill(take_stock(self._history.inventory, ledger.ancestry, self._coordinator).held)
         self._history.metadata_index.refill(ledger.steps())
         self._history.decider.refill(durable_infos(ledger, durable))
 

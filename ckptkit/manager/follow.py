@@ -116,9 +116,11 @@ def _iterate(follower: _Follower, poll_s: float, idle_timeout_s: float | None) -
             found, ended = coordinator.agree("follow", None, look, timeout_s=_AGREE_S)
             if found is not None:
                 manager = manager or _reader(follower.url)
-                step, *identity, proven = found
-                save_id = SaveId(*identity)
-                yield FollowedStep(step=step, save_id=save_id, root=follower.url, proven=proven, _manager=manager)
+                identity, proven = found
+                save_id = SaveId.from_json(identity)
+                yield FollowedStep(
+                    step=save_id.step, save_id=save_id, root=follower.url, proven=proven, _manager=manager
+                )
                 idle.begin_again()
             elif ended:
                 return
@@ -159,7 +161,7 @@ class _Follower:
                 proven = self._take(name, save_id)
                 if proven is not None:
                     self._last = save_id
-                    return [save_id.step, save_id.epoch, save_id.step, save_id.number, proven]
+                    return [save_id.to_json(), proven]
         except TransientStoreError as error:  # looked at again at the next poll
             self.events.emit(Kind.DEGRADED, tier=DURABLE, reason=str(error))
         return None
