@@ -271,8 +271,8 @@ class DurableReader:
         Cost: a small read of the marker; if that names no save, a listing and a read of a sidecar. Raises
         `CorruptCheckpointError` if the marker names no save, and a sidecar is damaged or all are missing.
         """
-        named = self._marked()
-        if named is not None and named.step == self._step:
+        named = self.marked()
+        if named is not None:
             return named
         items = self.item_names()
         for item in items:
@@ -280,6 +280,11 @@ class DurableReader:
                 return self._sidecar(item, 0).save_id
         self._require_sidecars(items)
         return self.save_id_in_metadata()
+
+    def marked(self) -> SaveId | None:
+        """The save of this step that its marker names. Cost: a small read."""
+        named = self._marked()
+        return named if named is not None and named.step == self._step else None
 
     def _marked(self) -> SaveId | None:
         with suppress(FileNotFoundError):

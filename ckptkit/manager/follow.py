@@ -199,7 +199,7 @@ class _Follower:
         try:
             if not is_committed(place):
                 return None
-            save_id = self._reader(name, step).save_id() or self._ancestry.of_stock(step)
+            save_id = self._ancestry.identity(step, self._reader(name, step).save_id())
             if self._ancestry.superseded(save_id):
                 return None  # looked at again: its number may be saved anew
             self._saves[name] = save_id
@@ -213,7 +213,8 @@ class _Follower:
         proven = None
         try:
             reader = self._reader(name, save_id.step)
-            if lease.granted() and (reader.save_id() or save_id) == save_id and reader.item_names():
+            found = self._ancestry.identity(save_id.step, reader.save_id())
+            if lease.granted() and found == save_id and reader.item_names():
                 proven = self._proven(reader, save_id)
                 if lease.lost:  # while it was read: the writer may prune it; looked at again at the next poll
                     proven = None

@@ -152,7 +152,7 @@ def warn_of_other_roots(host_dirs: Mapping[str, Path], url: str, settings: Setti
                 newest = f", the newest step {max(step for step, _, _ in saves)}" if saves else ""
                 _log.warning(
                     "tier %s: %s has %d saves (%d bytes%s) of another root that was at %s before: this run neither "
-                    "uses nor overwrites them. To free the space, run `%s`",
+                    "uses nor overwrites them. To free the space: %s",
                     *(tier, other, len(saves), stored_bytes, newest, url, on_each_host(command_line(*clean))),
                 )
 

@@ -24,7 +24,6 @@ from ckptkit.store import all_of
 from ckptkit.store.backends import properties_of
 
 _AT_ONCE = 8  # steps that are asked for their names
-_UNSEEN = SaveId(0, 0, -1)
 
 _Named = SaveId | CorruptCheckpointError | None  # the save that a step records, or why it records none
 
@@ -56,7 +55,6 @@ class Inventory:
         self._events = events
         self._trusted = trusted
         self._ahead: tuple[int, DurableReader] | None = None
-        self._seen: dict[int, SaveId] = {}  # the saves that durable steps were at the last look: which to look at first
 
     def report(self, save: LocalSave, refusal: str | None = None) -> list[Any]:
         """This process's report of a save on its host; `refusal`: why it cannot be read from there."""
@@ -105,20 +103,18 @@ class Inventory:
         """Which save a durable step is. A damaged step is of unknown age: the oldest there is."""
         return self._identified(step, self._names([step])[step], ancestry)
 
-    def _order(self, step: int) -> tuple[bool, SaveId, int]:
-        """Ascending: steps that were seen, in the order of their saves, then those that were not."""
-        return step not in self._seen, self._seen.get(step, _UNSEEN), step
-
     def _look(self, step: int | None, ahead: VerifySelection | None) -> tuple[list[int], dict[int, _Named]]:
         """The durable steps, newest first, and the recorded identity of the first ones."""
         looked = self.durable.looked()
-        steps = sorted((each for each in looked if step is None or each == step), key=self._order, reverse=True)
+        steps = sorted(
+            (each for each in looked if step is None or each == step), key=self.durable.place_of, reverse=True
+        )
         self._ahead = None
         others: list[Callable[[], Any]] = []
         if steps and ahead is not None and properties_of(self.durable.url).round_trips:
             self._ahead = steps[0], self.durable.reader(steps[0], ahead, self._trusted)
             others = [partial(self._ahead[1].look_ahead, looked[steps[0]])]
-        unseen = sum(each not in self._seen for each in steps)
+        unseen = sum(each not in self.durable.seen for each in steps)
         return steps, self._names(steps[: max(_AT_ONCE, unseen)], others)
 
     def _newest(
@@ -126,10 +122,10 @@ class Inventory:
     ) -> list[SaveId]:
         """The newest saves that no rollback has abandoned, up to `looked_into`."""
         saves: list[SaveId] = []
-        rest = sorted((step for step in steps if step not in named), key=self._order, reverse=True)
+        rest = sorted((step for step in steps if step not in named), key=self.durable.place_of, reverse=True)
         for some in filter(None, (list(named), *(rest[at : at + _AT_ONCE] for at in range(0, len(rest), _AT_ONCE)))):
             oldest = saves[looked_into - 1] if looked_into is not None and len(saves) >= looked_into else None
-            if oldest is not None and all(self._seen[step] < oldest for step in some):
+            if oldest is not None and all(self.durable.seen[step] < oldest for step in some):
                 break
             named = named if some[0] in named else self._names(some)
             found = [self._identified(step, named[step], ancestry) for step in some if step not in self.durable.struck]
@@ -154,5 +150,5 @@ class Inventory:
             # A candidate of unknown age: tried last, and rejected with this reason.
             self._events.emit(Kind.REJECTED, step=step, tier=DURABLE, reason=str(name))
             return SaveId(0, step, 0)
-        self._seen[step] = ancestry.identity(step, name)
-        return self._seen[step]
+        self.durable.seen[step] = ancestry.identity(step, name)
+        return self.durable.seen[step]
