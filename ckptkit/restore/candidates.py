@@ -51,7 +51,7 @@ class Inventory:
         self.durable = durable
         self.client = client
         self._rank = rank
-        self._epochs = epochs
+        self.epochs = epochs
         self._events = events
         self._trusted = trusted
         self._ahead: tuple[int, DurableReader] | None = None
@@ -83,7 +83,7 @@ class Inventory:
         """
         fast = [{held.save_id: held.refusal for held in report} for report in reports]
         look = partial(self._look, step, None if any(reports) else proves)
-        ancestry, (steps, named) = all_of(self.durable.url, [self._epochs.read, look])
+        ancestry, (steps, named) = all_of(self.durable.url, [self.epochs.read, look])
         durable = self._newest(ancestry, steps, named, looked_into)
         linked = self.client is not None
         return rank_candidates(fast, durable, ancestry.superseded, step, disowned=ancestry.disowned, linked=linked)

@@ -127,7 +127,7 @@ class Ancestry:
         """
         rollbacks, runs = self.rollbacks, dict(self.runs)
         if base is not None:
-            added = Rollback(epoch, base.step, base)
+            added = Rollback(epoch, base.step, SaveId(base.epoch, base.step, base.number))
             rollbacks = (*(each for each in rollbacks if not added.covers(each)), added)
             if base.run:  # its run may not have been able to record it
                 runs.setdefault(base.epoch, base.run)
@@ -176,8 +176,7 @@ def _unsealed(data: bytes, epoch: int) -> Ancestry:
     ancestry = Ancestry.from_json(record)
     numbers = [ancestry.epoch, *sum(ancestry.stock, ()), *(epoch for epoch, _ in ancestry.runs)]
     for rollback in ancestry.rollbacks:
-        epoch, step, *base = rollback.to_json()
-        numbers += [epoch, step, *(max(0, number) for number in base)]
+        numbers += [max(0, number) for number in rollback.to_json()[2:]] + [rollback.epoch, rollback.step]
     if not all(0 <= number < _NUMBER_MAX for number in numbers):
         raise ValueError("it has numbers that no run has")
     for each in (*(run for _, run in ancestry.runs), ancestry.root):
