@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ckptkit.direct import load as load
     from ckptkit.direct import save as save
     from ckptkit.durable.cells.forecast import SaveForecast as SaveForecast
-    from ckptkit.durable.lifecycle.listing import latest_step as latest_step
     from ckptkit.errors import CheckpointError as CheckpointError
     from ckptkit.errors import CoordinationError as CoordinationError
     from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from ckptkit.guard import Spike as Spike
     from ckptkit.guard import replay as replay
     from ckptkit.inspection import list_steps as list_steps
+    from ckptkit.inspection.steps import latest_step as latest_step
     from ckptkit.job.compiled import CompiledProgram as CompiledProgram
     from ckptkit.job.compiled import compiled as compiled
     from ckptkit.job.data.batches import ElasticBatches as ElasticBatches

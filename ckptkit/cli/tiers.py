@@ -98,5 +98,6 @@ def _row(each: ArenaEntry) -> list[str]:
     size = size_text(each.stored_bytes) + f" + {size_text(each.quarantine_bytes)} aside" * bool(each.quarantine_bytes)
     more = len(each.saves) - 1
     newest = f"step {each.saves[-1][0]}" + f", {more} more" * (more > 0) if each.saves else ""
+    newest += ", of another root" * each.other_root
     used = "" if each.used_at_s is None else f"{age_text(clock.wall_s() - each.used_at_s)} ago"
     return [each.path, "running" if each.live else "no", str(each.slots), size, newest, used]

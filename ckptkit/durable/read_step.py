@@ -60,7 +60,7 @@ _JOINED_BYTES = 64 << 20  # of a joined record of a large job: it may take as lo
 
 def identity_metadata(save_id: SaveId) -> dict[str, Any]:
     """The identity of a save in Orbax's own step metadata, for a step without arrays and so without a sidecar."""
-    return {paths.SAVE_ID_FIELD: [save_id.epoch, save_id.step, save_id.number]}
+    return {paths.SAVE_ID_FIELD: save_id.to_json()}
 
 
 def without_identity(metadata: Any) -> Any:
@@ -271,8 +271,8 @@ class DurableReader:
         Cost: a small read of the marker; if that names no save, a listing and a read of a sidecar. Raises
         `CorruptCheckpointError` if the marker names no save, and a sidecar is damaged or all are missing.
         """
-        named = self._marked()
-        if named is not None and named.step == self._step:
+        named = self.marked()
+        if named is not None:
             return named
         items = self.item_names()
         for item in items:
@@ -280,6 +280,11 @@ class DurableReader:
                 return self._sidecar(item, 0).save_id
         self._require_sidecars(items)
         return self.save_id_in_metadata()
+
+    def marked(self) -> SaveId | None:
+        """The save of this step that its marker names. Cost: a small read."""
+        named = self._marked()
+        return named if named is not None and named.step == self._step else None
 
     def _marked(self) -> SaveId | None:
         with suppress(FileNotFoundError):
@@ -290,7 +295,7 @@ class DurableReader:
         """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
         try:
             record = json.loads(self._store.get(STEP_METADATA))["custom_metadata"][paths.SAVE_ID_FIELD]
-            return SaveId(*map(int, record))
+            return SaveId.from_json(record)
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return None
 

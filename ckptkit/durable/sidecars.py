@@ -22,7 +22,7 @@ from ckptkit.model.manifest import Manifest, SaveId, custom_digest
 from ckptkit.util.words import first_of
 
 _JOINED_BYTES_MAX = 1 << 30  # as of one manifest
-_MARKED = re.compile(r"\(ckptkit save (\d+ \d+ \d+ [0-9a-f]{32}) ([0-9a-f]{32})\)$")
+_MARKED = re.compile(r"\(ckptkit save ((\d+ \d+ \d+(?: [0-9a-f]{16} [0-9a-f]{16})?) [0-9a-f]{32}) ([0-9a-f]{32})\)$")
 
 
 def marker_text(where: str, save_id: SaveId) -> str:
@@ -30,16 +30,17 @@ def marker_text(where: str, save_id: SaveId) -> str:
 
     No two are equal, so that a put whose answer was lost can tell its own marker from another writer's.
     """
-    identity = f"{save_id.epoch} {save_id.step} {save_id.number} {uuid.uuid4().hex}"
+    names = f" {save_id.run} {save_id.root}" if save_id.run and save_id.root else ""
+    identity = f"{save_id.epoch} {save_id.step} {save_id.number}{names} {uuid.uuid4().hex}"
     return f"Checkpoint commit was successful to {where} (ckptkit save {identity} {digest_of(identity.encode())})"
 
 
 def marked_save(mark: bytes) -> SaveId | None:
     """The identity in a step's marker; None where there is none, or a damaged one."""
     match = _MARKED.search(mark.decode(errors="replace"))
-    if match is None or digest_of(match[1].encode()) != match[2]:
+    if match is None or digest_of(match[1].encode()) != match[3]:
         return None
-    return SaveId(*map(int, match[1].split()[:3]))
+    return SaveId.from_json(match[2].split())
 
 
 def sidecars_among(names: Iterable[str]) -> list[int]:

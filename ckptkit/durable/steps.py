@@ -106,6 +106,7 @@ class DurableSteps:
         self._coordinator = coordinator
         self._tries = ScopedCoordinator(coordinator)  # to save: who misses one is there at the next
         self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
+        self.seen: dict[int, SaveId] = {}  # the saves that steps counted as when they were looked at last
         checked_options(options)
         self._multiprocessing = without_collectives(options.multiprocessing_options, coordinator.count)
         coordinator.agree("durable-root", None, lambda _: prepare_root(self.url, options))
@@ -114,7 +115,7 @@ class DurableSteps:
         self._deletes_later = options.enable_background_delete
         self._store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
         self._guard = PruneGuard(self._store)
-        self._preservation = BranchPreservation(options, self._release)
+        self._preservation = BranchPreservation(options, self._release, self.place_of)
         asynchronous = options.async_options or ocp.AsyncOptions(timeout_secs=math.ceil(coordinator.timeout_s))
         orbax_options = dataclasses.replace(
             options,
@@ -148,6 +149,10 @@ class DurableSteps:
         """The steps that are committed and not pruned, as the last save through this process left them."""
         latest = self._writer if self._views.is_behind(self.stock.orbax) else self.stock.orbax
         return [] if latest is None else list(self._views.seen(latest).all_steps())
+
+    def place_of(self, step: int) -> tuple[bool, SaveId]:
+        """Sorts steps as they were saved; those that this process has not seen come last."""
+        return step not in self.seen, self.seen.get(step, SaveId(0, step, -1))
 
     @property
     def writes_itself(self) -> bool:
@@ -246,7 +251,7 @@ class DurableSteps:
             tidy = self._step_writer.write(name, save_id, items, handlers, custom, check_epoch, last=self._newest)
             self.shared = self._step_writer.shared
             forget_listings(self.url)  # of before the commit: Orbax's reads go by them
-            self._identities[step] = save_id
+            self._identities[step] = self.seen[step] = save_id
             self._views.written_past(self._writer)
             self._pruner.prune(self.stock.add(step, metrics), first=tidy)
         except BaseException:
@@ -302,7 +307,7 @@ class DurableSteps:
         try:
             with self._alone(), own_context():
                 writer.save(save_id.step, args=args, metrics=metrics, force=True, custom_metadata=dict(custom))
-            self._identities[save_id.step] = save_id
+            self._identities[save_id.step] = self.seen[save_id.step] = save_id
             if not self._deletes_later:
                 self._settle()
         except BaseException:
@@ -333,7 +338,7 @@ class DurableSteps:
         self._pruner.wait()
         self._settle()
         self._meet_abandoned(save_id.step, ancestry)
-        self._identities[save_id.step] = save_id
+        self._identities[save_id.step] = self.seen[save_id.step] = save_id
         with self._alone():
             self.stock.orbax.save(
                 save_id.step,
@@ -386,6 +391,7 @@ class DurableSteps:
             if at_once or not self._deletes_later:
                 self._settle()
         self._identities.pop(step, None)
+        self.seen.pop(step, None)
         self._views.written_past(self.stock.orbax if manager is self._writer else self._writer)
 
     def holds(self, save_id: SaveId) -> bool:
@@ -463,9 +469,9 @@ class DurableSteps:
         try:
             if step not in self._identities:
                 self._identities[step] = self.save_id(step)
-            return ancestry.superseded(self._identities[step] or ancestry.of_stock(step))
+            return ancestry.superseded(ancestry.identity(step, self._identities[step]))
         except CorruptCheckpointError:
-            return replaced and ancestry.superseded(SaveId(0, step, 0))
+            return replaced and ancestry.may_be_abandoned(step)
 
     def close(self) -> None:
         """Finishes deletions, and ends Orbax's managers."""

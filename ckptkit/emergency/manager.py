@@ -226,7 +226,8 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
 
     def _steps_of_both(self, datasets: TierManager) -> list[int]:
         """The steps that have a state and a dataset, newest first."""
-        return sorted(set(self._state.all_steps()) & set(datasets.all_steps()), reverse=True)
+        both = set(datasets.all_steps())
+        return [step for step in reversed(self._state.all_steps()) if step in both]
 
     def _checked(self, args: Any) -> dict[str, Any]:
         """The items of a save by name; raises ValueError as Orbax does for others than it takes."""

@@ -199,7 +199,7 @@ def _recorded(place: Place, step: int, items: Mapping[str, ItemKind | None], anc
     identity, at_s = _of_metadata(place, identity)
     if identity is not None and "" not in items:
         problem = problem or items_missing(place, ours=True)
-    found = identity or ancestry.of_stock(step)
+    found = ancestry.identity(step, identity)
     return DurableStep(
         place=place,
         step=step,
@@ -239,7 +239,7 @@ def _of_metadata(place: Place, known: SaveId | None) -> tuple[SaveId | None, flo
         metadata = place.json(paths.STEP_METADATA) or {}
         with readable(f"{place.url}/{paths.STEP_METADATA}"):
             record = (metadata.get("custom_metadata") or {}).get(paths.SAVE_ID_FIELD)
-            named = None if record is None else SaveId(*map(int, record))
+            named = None if record is None else SaveId.from_json(record)
             return known or named, committed_at_s(place)
     except CorruptCheckpointError:
         if known is not None:

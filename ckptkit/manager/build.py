@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptkit.durable.cells.kvstore import require_usable
 from ckptkit.durable.orbax.manager import Setup
@@ -21,16 +20,18 @@ from ckptkit.manager.opening import (
     make_tiers,
     open_arenas,
     open_peers,
+    own_host_dirs,
     say_left,
     say_what_was_left,
     take_stock,
     warn_of_other_hosts,
+    warn_of_other_roots,
     warn_of_slots_alone,
+    warn_of_unrecorded,
 )
 from ckptkit.manager.settings import Settings
-from ckptkit.model import paths
 from ckptkit.model.manifest import Writer
-from ckptkit.model.tiers import DURABLE, PEER, Tier
+from ckptkit.model.tiers import DURABLE, Tier
 from ckptkit.peers import PeerLink
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.restorer import Restorer
@@ -88,7 +89,8 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
     require_usable(url)
     # Opened first: its errors name what is wrong with the root, and nothing else is open yet.
     epochs = epoch_records(url, events)
-    ledger = Ledger(first_look(epochs, url, options, coordinator))
+    looked = first_look(epochs, url, options, coordinator)
+    ledger = Ledger(looked.ancestry)
     durable = DurableSteps(
         url,
         options,
@@ -101,17 +103,15 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
     say_what_was_left(durable, job)
     if coordinator.process == 0:
         report_durable_mount(durable.url, events)
-    host_dirs = {
-        tier.name: Path(tier.path) / paths.job_name(durable.url, tier.job) / settings.host_id
-        for tier in settings.tiers
-        if tier.medium != PEER
-    }
+    host_dirs = own_host_dirs(durable.url, settings, looked.root)
     job_hosts = gather_job_hosts(settings, job)
     share_host(job_hosts.rank[1])
     memory = HostMemory(settings.saving.host_bytes_max)
     in_flight_max = settings.saving.in_flight_max
     tiers = job_hosts.tiers
     warn_of_other_hosts(host_dirs, job_hosts)
+    if job_hosts.rank[0] == 0:
+        warn_of_other_roots(host_dirs, durable.url, settings)
     arenas: Mapping[str, Arena] = {}
     if not options.read_only:  # it only looks at the existing files: slots are for processes that save
         arenas = open_arenas(job_hosts, host_dirs, memory, in_flight_max, coordinator)
@@ -132,15 +132,16 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
             rank=job_hosts.rank if link is not None else (0, 1),
         )
         restorer = Restorer(inventory, job, settings.restoring)
-        held, epoch = take_stock(inventory, ledger.ancestry, coordinator)
+        stock = take_stock(inventory, ledger.ancestry, coordinator)
         if coordinator.process == 0:
-            warn_of_slots_alone(held, durable.url, settings)
-        ledger.refill(held)
+            warn_of_slots_alone(stock.held, durable.url, host_dirs, settings)
+            warn_of_unrecorded(stock.unrecorded, durable.url)
+        ledger.refill(stock.held)
         retention = Retention(tiers, arenas, ledger, in_flight_max)
         retention.opened()
         metadata_index = MetadataIndex(options, durable, inventory, ledger.steps)
         metadata_index.refill(ledger.steps())
-        branch = Branch(ledger, epoch + 1)
+        branch = Branch(ledger, stock.epoch + 1, looked.run)
         pipeline = SavePipeline(
             make_tiers(arenas, memory, in_flight_max, durable, epochs, peer_copies),
             job,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection.places import Place, item_handlers, step_items
 from ckptkit.job.coordination import ScopedCoordinator
@@ -43,8 +44,11 @@ class Catalog:
         self._coordinator.begin(about)
         durable, ledger = self._storage.durable, self._history.ledger
         durable.reload()
-        held, _ = take_stock(self._history.inventory, ledger.ancestry, self._coordinator)
-        ledger.refill(held)
+        told = self._coordinator.ask_process_0("records", lambda: self._history.inventory.epochs.read().to_json())
+        read = Ancestry.from_json(told)
+        if read.epoch > ledger.ancestry.epoch:  # another run has begun: this process only looks, or is fenced off
+            ledger.ancestry = read
+        ledger.refill(take_stock(self._history.inventory, ledger.ancestry, self._coordinator).held)
         self._history.metadata_index.refill(ledger.steps())
         self._history.decider.refill(durable_infos(ledger, durable))
 

@@ -116,9 +116,11 @@ def _iterate(follower: _Follower, poll_s: float, idle_timeout_s: float | None) -
             found, ended = coordinator.agree("follow", None, look, timeout_s=_AGREE_S)
             if found is not None:
                 manager = manager or _reader(follower.url)
-                step, *identity, proven = found
-                save_id = SaveId(*identity)
-                yield FollowedStep(step=step, save_id=save_id, root=follower.url, proven=proven, _manager=manager)
+                identity, proven = found
+                save_id = SaveId.from_json(identity)
+                yield FollowedStep(
+                    step=save_id.step, save_id=save_id, root=follower.url, proven=proven, _manager=manager
+                )
                 idle.begin_again()
             elif ended:
                 return
@@ -159,7 +161,7 @@ class _Follower:
                 proven = self._take(name, save_id)
                 if proven is not None:
                     self._last = save_id
-                    return [save_id.step, save_id.epoch, save_id.step, save_id.number, proven]
+                    return [save_id.to_json(), proven]
         except TransientStoreError as error:  # looked at again at the next poll
             self.events.emit(Kind.DEGRADED, tier=DURABLE, reason=str(error))
         return None
@@ -197,7 +199,7 @@ class _Follower:
         try:
             if not is_committed(place):
                 return None
-            save_id = self._reader(name, step).save_id() or self._ancestry.of_stock(step)
+            save_id = self._ancestry.identity(step, self._reader(name, step).save_id())
             if self._ancestry.superseded(save_id):
                 return None  # looked at again: its number may be saved anew
             self._saves[name] = save_id
@@ -211,7 +213,8 @@ class _Follower:
         proven = None
         try:
             reader = self._reader(name, save_id.step)
-            if lease.granted() and (reader.save_id() or save_id) == save_id and reader.item_names():
+            found = self._ancestry.identity(save_id.step, reader.save_id())
+            if lease.granted() and found == save_id and reader.item_names():
                 proven = self._proven(reader, save_id)
                 if lease.lost:  # while it was read: the writer may prune it; looked at again at the next poll
                     proven = None

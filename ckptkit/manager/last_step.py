@@ -81,7 +81,7 @@ class LastStep:
     def _missing_from(self, base: SaveId) -> list[str]:
         """The fast tiers that hold the step; none where the durable tier has it, or a newer step."""
         every = self._history.ledger.every()
-        if any(DURABLE in record.tiers and (record.save_id == base or record.step > base.step) for record in every):
+        if any(DURABLE in record.tiers and (record.save_id == base or record.save_id > base) for record in every):
             return []
         return [tier for record in every if record.save_id == base for tier in record.tiers]
 

@@ -125,9 +125,10 @@ class MetadataIndex:
 
 
 def durable_infos(ledger: Ledger, durable: DurableSteps) -> list[StepInfo]:
-    """The facts that policies use about the steps of the durable tier."""
-    held = {record.step for record in ledger.records() if DURABLE in record.tiers}
-    return [StepInfo(step, time, metrics) for step, time, metrics in durable.stock.infos() if step in held]
+    """The facts that policies use about the steps of the durable tier, in the order in which they were saved."""
+    known = {step: StepInfo(step, time, metrics) for step, time, metrics in durable.stock.infos()}
+    held = dict.fromkeys(record.step for record in ledger.records() if DURABLE in record.tiers)
+    return [known[step] for step in held if step in known]
 
 
 def _metrics_in(manifests: Sequence[Manifest]) -> Any:

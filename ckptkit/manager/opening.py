@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.abandoned import left_behind
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.root_record import RootRecord
 from ckptkit.durable.orbax.manager import make_root
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.errors import CheckpointError, CorruptCheckpointError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.events import EventLog, Kind
 from ckptkit.job.coordination import Coordinator, Job, gather
 from ckptkit.job.vote import act_together
 from ckptkit.manager.settings import Settings
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box, boxes_by_process
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.model.policies import PeerOptions
 from ckptkit.model.tiers import DURABLE, MEMORY, PEER, RAM, SSD, Tier, kept_beside
 from ckptkit.peers import PeerLink, open_link
@@ -40,6 +42,7 @@ from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.copying import window_bytes
 from ckptkit.snapshot.describe import is_accelerator
 from ckptkit.store import open_store
+from ckptkit.store.backends import properties_of
 from ckptkit.util.pages import PAGE_BYTES
 from ckptkit.util.words import command_line, on_each_host, own_host_id
 
@@ -61,10 +64,20 @@ def epoch_records(url: str, events: EventLog) -> EpochRecords:
     return EpochRecords(open_store(url, deadline_s=STORE_DEADLINE_S), said)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLook:
+    """What process 0 found in the durable root, and the random id that it drew for this run."""
+
+    ancestry: Ancestry
+    root: RootRecord
+    run: str
+
+
 def first_look(
     epochs: EpochRecords, url: str, options: ocp.CheckpointManagerOptions, coordinator: Coordinator
-) -> Ancestry:
-    """The epoch records, read by process 0. The first use of the durable root, so its errors come early.
+) -> FirstLook:
+    """The records of the root, read by process 0; a root without an id gets one from a run that may save. The first use
+    of the durable root, so its errors come early.
 
     Raises `CheckpointError` if the processes have different roots: one part of each step would be in each of them.
     """
@@ -81,9 +94,79 @@ def first_look(
         ancestry = epochs.read()
         if options.create and not options.read_only:
             epochs.probe()
-        return ancestry.to_json()
+        root = _root_of(epochs, ancestry, url, options)
+        return {"ancestry": ancestry.to_json(), "root": [root.id, root.earlier], "run": new_id()}
 
-    return Ancestry.from_json(coordinator.agree("first-look", url, read))
+    told = coordinator.agree("first-look", url, read)
+    root = RootRecord(*told["root"])
+    return FirstLook(
+        ancestry=replace(Ancestry.from_json(told["ancestry"]), root=root.id), root=root, run=str(told["run"])
+    )
+
+
+def _root_of(epochs: EpochRecords, ancestry: Ancestry, url: str, options: ocp.CheckpointManagerOptions) -> RootRecord:
+    """The record of the root. One without an id gets one, but for a manager that only reads; where the options do not
+    ask for a root, it has to be there, and may be one that cannot be written."""
+    if options.create and not options.read_only:
+        return epochs.root_record(ancestry, create=True)
+    is_there = not properties_of(url).file_system or os.path.isdir(url.removeprefix("file://"))
+    if is_there and not options.read_only:
+        with suppress(StoreError):
+            return epochs.root_record(ancestry, create=True)
+    return epochs.root_record(ancestry, create=False)
+
+
+def own_host_dirs(url: str, settings: Settings, root: RootRecord) -> dict[str, Path]:
+    """This host's directory in each of the tiers with slots, by tier.
+
+    Slots of an earlier format are in a directory whose name does not have the root's id: where this root had runs of
+    that format, a run that may save renames it.
+    """
+    found = {}
+    for tier in settings.tiers:
+        if tier.medium != PEER:
+            jobs = [Path(tier.path) / name for name in root.job_names(url, tier.job)]
+            if not settings.options.read_only:
+                with suppress(OSError):  # not there, or another process of this host did it
+                    jobs[-1].rename(jobs[0])
+            job = next((each for each in jobs if each.is_dir()), jobs[0])
+            found[tier.name] = job / settings.host_id
+    return found
+
+
+def warn_of_other_roots(host_dirs: Mapping[str, Path], url: str, settings: Settings) -> None:
+    """One warning for each directory of a root that was at this place before: its slots hold no save of this root, and
+    take room until somebody frees them."""
+    for tier, host_dir in host_dirs.items():
+        path, job = host_dir.parents[1], host_dir.parent.name
+        with suppress(OSError):
+            for other in sorted(each for each in path.iterdir() if each.name != job):
+                if not paths.job_of_url(other.name, url):
+                    continue
+                files = [each for each in (other / settings.host_id).glob("*/*") if each.is_file()]
+                saves = {save for each in files if (save := paths.save_of_manifest(each.name)) is not None}
+                stored_bytes = sum(each.stat().st_blocks * 512 for each in files)
+                if not saves and not stored_bytes:
+                    continue
+                clean = ("tiers", "clean", path, "--job", other.name, *own_host_id(settings.host_id))
+                newest = f", the newest step {max(step for step, _, _ in saves)}" if saves else ""
+                _log.warning(
+                    "tier %s: %s has %d saves (%d bytes%s) of another root that was at %s before: this run neither "
+                    "uses nor overwrites them. To free the space: %s",
+                    *(tier, other, len(saves), stored_bytes, newest, url, on_each_host(command_line(*clean))),
+                )
+
+
+def warn_of_unrecorded(unrecorded: Sequence[SaveId], url: str) -> None:
+    """One warning about saves of a run whose record the root has lost."""
+    if unrecorded:
+        steps = sorted({save.step for save in unrecorded})
+        _log.warning(
+            "the fast tiers hold steps of a run that %s does not know: %s. An older copy of the root was put back, so "
+            "this run continues from the root as it is, and overwrites those steps. To continue from them, end this "
+            "run before its first save, and put back the files in %s/%s that the root had then",
+            *(url, ", ".join(map(str, steps[-_NAMES_MAX:])), url, paths.EPOCHS_DIR),
+        )
 
 
 def say_what_was_left(durable: DurableSteps, job: Job) -> None:
@@ -120,18 +203,19 @@ def warn_of_other_hosts(host_dirs: Mapping[str, Path], job_hosts: JobHosts) -> N
                 )
 
 
-def warn_of_slots_alone(held: Mapping[SaveId, Sequence[str]], url: str, settings: Settings) -> None:
+def warn_of_slots_alone(
+    held: Mapping[SaveId, Sequence[str]], url: str, host_dirs: Mapping[str, Path], settings: Settings
+) -> None:
     """One warning where fast tiers hold saves of an earlier run and the durable root has none: it may have been removed
     to start anew."""
     if not held or any(DURABLE in tiers for tiers in held.values()):
         return
     commands = [
         command_line(
-            *("tiers", "clean", tier.path, "--job", paths.job_name(url, tier.job)),
+            *("tiers", "clean", host_dir.parents[1], "--job", host_dir.parent.name),
             *own_host_id(settings.host_id),
         )
-        for tier in settings.tiers
-        if tier.medium != PEER
+        for host_dir in host_dirs.values()
     ]
     _log.warning(
         "%s holds no step, and the fast tiers hold steps of an earlier run, which this run continues: %s. To start "
@@ -232,10 +316,18 @@ def rank_on_host(hosts: Sequence[str], process: int) -> tuple[int, int]:
     return hosts[:process].count(hosts[process]), hosts.count(hosts[process])
 
 
-def take_stock(
-    inventory: Inventory, ancestry: Ancestry, coordinator: Coordinator
-) -> tuple[dict[SaveId, list[str]], int]:
-    """Every save that can be had with the tiers that hold it, agreed by all processes, and the highest epoch seen.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stock:
+    """Every save that can be had, with the tiers that hold it; the highest epoch seen; and the saves of runs whose
+    record the root has lost."""
+
+    held: Mapping[SaveId, list[str]]
+    epoch: int
+    unrecorded: tuple[SaveId, ...]
+
+
+def take_stock(inventory: Inventory, ancestry: Ancestry, coordinator: Coordinator) -> Stock:
+    """Looks at what there is, agreed by all processes.
 
     If processes read each other's tiers, a save is available when their fast tiers hold it together; otherwise when
     each process holds its own part. Cost: a listing and a small read per durable step, on process 0, and a few KiB from
@@ -248,7 +340,8 @@ def take_stock(
         with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptkit-look") as pool:  # a round trip each, in a bucket
             listed = list(pool.map(lambda step: inventory.identity(step, ancestry), inventory.durable.steps()))
         listed = [save for save in listed if save.step not in inventory.durable.struck]
-        seen = sorted({held.save_id for report in reports for held in report})
+        found = sorted({held.save_id for report in reports for held in report})
+        seen = [save for save in found if save in listed or not ancestry.disowned(save)]
         if inventory.client is None and coordinator.count > 1:
             common = [save for save in seen if _each_has_its_own(reports, save)]
         else:
@@ -262,20 +355,22 @@ def take_stock(
             for save in common
         }
         return {
-            "fast": [[save.epoch, save.step, save.number, tiers[save]] for save in sorted(common)],
+            "fast": [[save.to_json(), tiers[save]] for save in sorted(common)],
             "struck": inventory.durable.struck,
-            "durable": [[save.epoch, save.step, save.number] for save in listed],
-            "epoch": max([ancestry.epoch, *(save.epoch for save in seen), *(save.epoch for save in listed)]),
+            "durable": [save.to_json() for save in listed],
+            "epoch": max([ancestry.epoch, *(save.epoch for save in (*found, *listed))]),
+            "unrecorded": [each.to_json() for each in found if each not in seen and ancestry.is_unrecorded(each)],
         }
 
     agreed = coordinator.agree("stock", inventory.reports(), stock)
     inventory.durable.strike(agreed["struck"])
     held: dict[SaveId, list[str]] = {}
-    for epoch, step, number, names in agreed["fast"]:
-        held.setdefault(SaveId(epoch, step, number), []).extend(names)
-    for epoch, step, number in agreed["durable"]:
-        held.setdefault(SaveId(epoch, step, number), []).append(DURABLE)
-    return held, agreed["epoch"]
+    for save, names in agreed["fast"]:
+        held.setdefault(SaveId.from_json(save), []).extend(names)
+    for save in agreed["durable"]:
+        held.setdefault(SaveId.from_json(save), []).append(DURABLE)
+    unrecorded = tuple(map(SaveId.from_json, agreed["unrecorded"]))
+    return Stock(held=held, epoch=agreed["epoch"], unrecorded=unrecorded)
 
 
 def _each_has_its_own(reports: Sequence[Sequence[Held]], save: SaveId) -> bool:

@@ -339,7 +339,8 @@ def _damaged(step: int, rejected: Sequence[Rejection], others: Sequence[int], ur
 
 
 def _newest_first(steps: Iterable[int]) -> str:
-    found = sorted(set(steps), reverse=True)
+    """`steps` are in the order in which they were saved."""
+    found = list(dict.fromkeys(steps))[::-1]
     return ", ".join(map(str, found[:_NAMED_MAX])) + f" and {len(found) - _NAMED_MAX} older" * (len(found) > _NAMED_MAX)
 
 

@@ -50,7 +50,7 @@ class RunAccount:
             tiers=[tier.name for tier in tiers],
             places={tier.name: str(tier.path) for tier in tiers if tier.medium != PEER},
             steps=len(steps),
-            newest=max(steps, default=None),
+            newest=steps[-1] if steps else None,
             duration_s=round(clock.monotonic_s() - self._opened_s, 6),
         )
 

@@ -148,15 +148,15 @@ class Scrubber:
         """The other processes that hold a save damaged here; one exchange, of a few KiB from each process."""
         manifests = [proof.share.manifest for _, proof in found.damaged]
         wanted = [
-            [m.save_id.epoch, m.save_id.step, m.save_id.number, m.writer.process, box_set_hash(m)] for m in manifests
+            [manifest.save_id.to_json(), manifest.writer.process, box_set_hash(manifest)] for manifest in manifests
         ]
 
         def chosen(said: list[list[Any]]) -> list[list[list[tuple[int, int]]]]:
             reports = [[Held.from_json(values) for values in held] for held, _ in said]
             return [
                 [
-                    givers_of(reports, SaveId(epoch, step, number), writer=writer, boxes=boxes)
-                    for epoch, step, number, writer, boxes in asked
+                    givers_of(reports, SaveId.from_json(save), writer=writer, boxes=boxes)
+                    for save, writer, boxes in asked
                 ]
                 for _, asked in said
             ]

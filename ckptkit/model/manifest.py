@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, total_ordering
 from itertools import pairwise
 from typing import Any, Literal, final
 
@@ -22,8 +24,8 @@ from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest_checks import LeafKind as LeafKind
 from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf
 
-FORMAT = 2
-_READ_FORMATS = (1, 2)  # 1: each leaf has the text of its sharding
+FORMAT = 3
+_READ_FORMATS = (1, 2, 3)  # 1: each leaf has the text of its sharding; 1 and 2: saves name neither root nor run
 FILES = "files"  # the kind of an item that a handler has written: its small files inline, or all as leaves
 STRUCTURE = "structure"  # the empty nodes of an array item, under that item's name: no item of its own
 MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is written and parsed; 100,000 leaves of 8 boxes are about 150 MB
@@ -31,24 +33,72 @@ ManifestDepth = Literal["all", "leaves", "head"]  # of what is read of a manifes
 _NUMBER_MAX = 10**18  # Orbax's names of steps have 18 digits at most
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@total_ordering
+@dataclass(frozen=True, slots=True)
 class SaveId:
-    """Names one save of one run: `epoch` grows at every start and rollback, `number` with every save.
+    """Names one save: no other save of any run has this name.
 
-    Order is newness: a save of a newer epoch supersedes the higher steps of an abandoned one.
+    `epoch` grows at every start and rollback, `number` with every save of a run. Two runs may count the same numbers:
+    `run` is random, drawn by process 0 when the run begins, and `root` the random id of the durable root. Both are
+    empty in saves of earlier formats, which named neither, and in trees that no run wrote. `after` is empty if the
+    root had the record of this epoch when the save was made; otherwise it names the newest record that the run knew
+    (`Ancestry.head`).
+
+    Order is the order of saving, whatever the steps are. Steps of stock Orbax, and saves outside of runs (epoch 0),
+    have no number: they are ordered by step, after what ckptkit saved in the same epoch.
     """
 
     epoch: int
     step: int
     number: int
+    run: str = ""
+    root: str = field(default="", compare=False)
+    after: str = field(default="", compare=False)
 
     @property
     def ours(self) -> bool:
         """Whether a manifest names it; False for a step of stock Orbax, which gets an identity when it is listed."""
         return self.number >= 0
 
+    @property
+    def made(self) -> tuple[int, float, int]:
+        """When it was made, as far as numbers tell: what the order of saves compares."""
+        return self.epoch, self.number if self.epoch > 0 and self.ours else math.inf, self.step
+
+    def __lt__(self, other: SaveId) -> bool:
+        return (self.made, self.run) < (other.made, other.run)
+
+    def to_json(self) -> list[Any]:
+        """The identity as plain values; three numbers if it names no run."""
+        numbers = [self.epoch, self.step, self.number]
+        return [*numbers, self.run, self.root, self.after] if self.run else numbers
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> SaveId:
+        """The result of `to_json`, checked; raises ValueError or TypeError for values that no run writes."""
+        epoch, step, number, *names = values
+        save_id = cls(int(epoch), int(step), int(number), *names)
+        check_names(save_id)
+        return save_id
+
     def __str__(self) -> str:
         return f"{self.step}@{self.epoch}.{self.number}" if self.ours else f"{self.step} (Orbax's)"
+
+
+ID_CHARS = 16  # hexadecimal digits of a run or a root: 64 random bits
+_ID = re.compile(r"(?:[0-9a-f]{16})?")
+_AFTER = re.compile(r"(?:[0-9]{1,18}-(?:[0-9a-f]{16})?)?")
+
+
+def new_id() -> str:
+    """A random id for a root or a run."""
+    return secrets.token_hex(ID_CHARS // 2)
+
+
+def check_names(save_id: SaveId) -> None:
+    """Raises ValueError or TypeError for a run, a root or a record that no run writes."""
+    if not (_ID.fullmatch(save_id.run) and _ID.fullmatch(save_id.root) and _AFTER.fullmatch(save_id.after)):
+        raise ValueError(f"save of run {save_id.run!r:.40}, root {save_id.root!r:.40}, after {save_id.after!r:.40}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +280,7 @@ class ManifestText:
             "format": FORMAT,
             "inline": inline,
             "meshes": self._shardings.meshes,
-            "save_id": {"epoch": save_id.epoch, "number": save_id.number, "step": save_id.step},
+            "save_id": _named_fields(save_id),
             "shardings": self._shardings.shardings,
             "slot": slot,
             "writer": {"count": writer.count, "host": writer.host, "process": writer.process},
@@ -240,6 +290,12 @@ class ManifestText:
         body = f'{{"arrays":{"".join(arrays)},{_dumps(rest)[1:]}'.encode()
         before, between, after = (part.encode() for part in _ENVELOPE)
         return b"".join((before, digest_of(body).encode(), between, body, after))
+
+
+def _named_fields(save_id: SaveId) -> dict[str, Any]:
+    numbers = {"epoch": save_id.epoch, "number": save_id.number, "step": save_id.step}
+    names = {"run": save_id.run, "root": save_id.root, "after": save_id.after}
+    return numbers | {name: value for name, value in names.items() if value}
 
 
 def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
@@ -364,6 +420,7 @@ def _check_manifest(manifest: Manifest) -> None:
     save, writer = manifest.save_id, manifest.writer
     numbers = (save.epoch, save.step, save.number, writer.process, writer.count)
     plain = all(type(number) is int and 0 <= number < _NUMBER_MAX for number in numbers)
+    check_names(save)
     if not plain or writer.process >= writer.count:
         raise ValueError(f"save {save} by process {writer.process} of {writer.count}")
     if not isinstance(writer.host, str) or not isinstance(manifest.slot, str):

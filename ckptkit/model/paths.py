@@ -1,16 +1,17 @@
 """Names and paths: where everything lives, and which names are allowed. Nothing here touches a disk.
 
 ```
-<tier root>/<job>/<host id>/<local rank>/lock, slot-<k>.bin, <manifests>, newest.json   fast tiers
+<tier root>/<job>-<place>-<root>/<host id>/<local rank>/lock, slot-<k>.bin, <manifests>, newest.json   fast tiers
 <durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
 <durable root>/<step>/<item>/_ckptkit/joined.jsonl.z                              the sidecars of all processes
 <durable root>/<step>/<item>/_ckptkit/unchanged-<i>.json                          data files for the next step
 <durable root>/<step>/<item>/_ckptkit/sha256-<i>.json                             the same, in a signed step
 <durable root>/<step>/ckptkit.sig                                                 its signature
+<durable root>/_ckptkit/root.json                                                 the random id of the root
 <durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
 <durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
 <durable root>/_ckptkit/leases/pin-<step>.json, doomed-<id>.json                  the same, by people and commands
-<durable root>/_ckptkit/certified/<epoch>-<step>-<number>                         the saves that a replay came to
+<durable root>/_ckptkit/certified/<epoch>-<step>-<number>-<run>                   the saves that a replay came to
 <durable root>/<step>.orbax-checkpoint-tmp-e<epoch>-<attempt> a step that is written, on a disk
 <durable root>/_ckptkit/intents/e<epoch>-<attempt>-<step>                         the same, in a bucket; or it goes
 <durable root>/_ckptkit/leaving/                                                  steps in deletion, on a disk
@@ -27,6 +28,7 @@ LOCK_NAME = "lock"
 HANDLER_PREFIX = ".item-"  # of directories into which a handler writes an item, among the slots or in memory
 NEWEST_NAME = "newest.json"  # next to the manifests: which of them was committed last
 SIDECAR_DIR = "_ckptkit"
+ROOT_KEY = f"{SIDECAR_DIR}/root.json"  # the id of a durable root
 JOINED_SIDECARS = f"{SIDECAR_DIR}/joined.jsonl.z"  # in an item that several processes have written
 SIDECAR_SIGN = "ckptkit_sidecars"  # in an item's `array_metadatas`: it has sidecars, and one without has lost them
 SIGNATURE = "ckptkit.sig"  # in a signed step, or in a tree that was saved by itself
@@ -55,13 +57,14 @@ _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
 _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
 _SIGNED_RECORD = re.compile(r"sha256-([0-9]{1,6})\.json")
 _EPOCH = re.compile(r"([0-9]{8})(?:\.copy)?\.json")
-_CERTIFICATE = re.compile(r"([0-9]{8})-([0-9]{18})-([0-9]{12})")
+_CERTIFICATE = re.compile(r"([0-9]{8})-([0-9]{18})-([0-9]{12})(?:-([0-9a-f]{16}))?")
 _PIN = re.compile(r"pin-([0-9]{18})\.json")
 _DOOMED = re.compile(r"doomed-[0-9a-f]{32}\.json")
 _OWNED = re.compile(r".+" + re.escape(TEMPORARY) + r"-e([0-9]{8})-[0-9a-f]{32}")
 _INTENT = re.compile(r"e([0-9]{8})-[0-9a-f]{32}-(.+)")
 _SLOT = re.compile(r"slot-([0-9]{1,3})\.bin")
 _STEP = re.compile(r"(?:.*_)?([0-9]{1,18})", re.DOTALL)
+_ROOT_ENDING = re.compile(r"-[0-9a-f]{16}$")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -71,10 +74,18 @@ def array_prefix(leaf_name: str) -> str:
     return f"{leaf_name}/" if leaf_name else ""
 
 
-def job_name(durable_url: str, name: str = "job") -> str:
-    """The directory of a job under a tier root: a readable name and a hash of where its durable steps live."""
+def job_name(durable_url: str, name: str = "job", *, root: str = "") -> str:
+    """The directory of a job under a tier root: a readable name, a hash of where its durable steps live, and the id of
+    that durable root. So a root that was removed and made again at the same place has other slots. Earlier formats
+    have no id."""
     digest = hashlib.sha256(os.fsencode(durable_url.rstrip("/"))).hexdigest()[:12]
-    return f"{checked_name(name, 'job name')}-{digest}"
+    return f"{checked_name(name, 'job name')}-{digest}" + (f"-{root}" if root else "")
+
+
+def job_of_url(directory: str, durable_url: str) -> bool:
+    """Whether the name of a directory is that of a job that saves, or saved, to this place, to whichever root."""
+    ending = job_name(durable_url).removeprefix("job")
+    return directory.endswith(ending) or _ROOT_ENDING.sub("", directory).endswith(ending)
 
 
 def checked_name(name: str, what: str) -> str:
@@ -179,15 +190,15 @@ def step_of_pin(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def certificate_name(epoch: int, step: int, number: int) -> str:
+def certificate_name(epoch: int, step: int, number: int, run: str) -> str:
     """The file name of the certificate of a save."""
-    return f"{epoch:08d}-{step:018d}-{number:012d}"
+    return f"{epoch:08d}-{step:018d}-{number:012d}" + (f"-{run}" if run else "")
 
 
-def save_of_certificate(name: str) -> tuple[int, int, int] | None:
-    """Epoch, step and number of the save that a certificate names; None for any other name."""
+def save_of_certificate(name: str) -> tuple[int, int, int, str] | None:
+    """Epoch, step, number and run of the save that a certificate names; None for any other name."""
     match = _CERTIFICATE.fullmatch(name)
-    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+    return (int(match[1]), int(match[2]), int(match[3]), match[4] or "") if match else None
 
 
 def is_announcement(name: str) -> bool:

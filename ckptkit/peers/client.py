@@ -15,7 +15,7 @@ from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreEr
 from ckptkit.model.boxes import Box
 from ckptkit.model.cells import Proves, copy_proven, prove_all
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId
-from ckptkit.peers.share_index import RANGE_BYTES_MAX, slot_bytes_of
+from ckptkit.peers.share_index import RANGE_BYTES_MAX, save_name, slot_bytes_of
 from ckptkit.slots.reader import within
 from ckptkit.util.clock import Deadline
 
@@ -94,7 +94,7 @@ class PeerClient:
 
         Raises what `manifest` does, and `StoreFullError` where that host has no room.
         """
-        path = f"/copies/{_name(save_id)}/{share}"
+        path = f"/copies/{save_name(save_id)}/{share}"
         _, slot = self.ask(process, "POST", path, {}, body=json.dumps({"bytes": memory.nbytes}).encode())
         for start in range(0, memory.nbytes, RANGE_BYTES_MAX):
             piece = memory[start : start + RANGE_BYTES_MAX]
@@ -203,12 +203,8 @@ class PeerClient:
         return address
 
 
-def _name(save_id: SaveId) -> str:
-    return f"{save_id.epoch}.{save_id.step}.{save_id.number}"
-
-
 def _path(save_id: SaveId, share: int, what: str) -> str:
-    return f"/saves/{_name(save_id)}/{share}/{what}"
+    return f"/saves/{save_name(save_id)}/{share}/{what}"
 
 
 def _refused(status: int, where: str, data: bytes) -> Exception:

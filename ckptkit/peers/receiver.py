@@ -19,10 +19,10 @@ from ckptkit.model.cells import digested_cells
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.peers.server import Answer
-from ckptkit.peers.share_index import RANGE_BYTES_MAX
+from ckptkit.peers.share_index import NAMED_SAVE, RANGE_BYTES_MAX, save_named
 from ckptkit.slots.arena import Arena, Slot
 
-_COPY = re.compile(r"/copies/([0-9]{1,8})\.([0-9]{1,12})\.([0-9]{1,8})/([0-9]{1,6})(|/bytes|/manifest)")
+_COPY = re.compile(rf"/copies/{NAMED_SAVE}/([0-9]{{1,6}})(|/bytes|/manifest)")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/\*")
 _SLOT_BYTES_MAX = 1 << 46
 
@@ -54,17 +54,16 @@ class CopyReceiver:
         named = _COPY.fullmatch(path)
         if named is None:
             return None
-        epoch, step, number, process = map(int, named.groups()[:4])
+        save_id, process = save_named(named[1]), int(named[2])
         peer_arena = self._peer_arenas.get(process)
         if peer_arena is None:
             return Answer(404, b"no copies of that process are kept here")
-        save_id = SaveId(epoch, step, number)
         with self._locks[process]:
-            if (method, named[5]) == ("POST", ""):
+            if (method, named[3]) == ("POST", ""):
                 return self._begin(peer_arena, process, save_id, body)
-            if (method, named[5]) == ("PUT", "/bytes"):
+            if (method, named[3]) == ("PUT", "/bytes"):
                 return self._take(process, save_id, content_range, body)
-            if (method, named[5]) == ("POST", "/manifest"):
+            if (method, named[3]) == ("POST", "/manifest"):
                 return self._commit(peer_arena, process, save_id, body)
         return None
 

@@ -26,11 +26,18 @@ from typing import Any, final
 from aiohttp import web
 
 from ckptkit.errors import CheckpointError, StoreFullError
-from ckptkit.model.manifest import MANIFEST_BYTES_MAX, SaveId
-from ckptkit.peers.share_index import BadRangeError, NotHeldError, ShareIndex, SupersededError
+from ckptkit.model.manifest import MANIFEST_BYTES_MAX
+from ckptkit.peers.share_index import (
+    NAMED_SAVE,
+    BadRangeError,
+    NotHeldError,
+    ShareIndex,
+    SupersededError,
+    save_named,
+)
 from ckptkit.util import clock
 
-_SAVE = re.compile(r"/saves/([0-9]{1,8})\.([0-9]{1,12})\.([0-9]{1,8})/([0-9]{1,6})/(manifest|bytes)")
+_SAVE = re.compile(rf"/saves/{NAMED_SAVE}/([0-9]{{1,6}})/(manifest|bytes)")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 _STATUS: dict[type[CheckpointError], int] = {
     NotHeldError: 404,
@@ -254,9 +261,8 @@ class PeerServer:
         named = _SAVE.fullmatch(request.path)
         if request.method != "GET" or named is None:
             return await self._ask_also(request)
-        epoch, step, number, process = map(int, named.groups()[:4])
-        save_id = SaveId(epoch, step, number)
-        if named[5] == "manifest":
+        save_id, process = save_named(named[1]), int(named[2])
+        if named[3] == "manifest":
             tag, text = await self._in_pool(self._share_index.manifest, save_id, process)
             return Answer(200, text, tag)
         asked = _RANGE.fullmatch(request.headers.get("Range", ""))

@@ -20,6 +20,17 @@ from ckptkit.slots.reader import manifest_name_of, read_manifest, readable_slot_
 
 RANGE_BYTES_MAX = 8 << 20  # of one answer, which is in memory: a stalled client does not block a slot
 _KNOWN_MAX = 16
+NAMED_SAVE = r"([0-9]{1,8}\.[0-9]{1,12}\.[0-9]{1,8}(?:\.[0-9a-f]{16})?)"  # in the path of a request
+
+
+def save_name(save_id: SaveId) -> str:
+    """How a request names a save."""
+    return ".".join(map(str, (save_id.epoch, save_id.step, save_id.number, save_id.run))).removesuffix(".")
+
+
+def save_named(name: str) -> SaveId:
+    """The save that a request names."""
+    return SaveId.from_json(name.split("."))
 
 
 class NotHeldError(CheckpointError):
@@ -136,7 +147,7 @@ def _share_at(directory: Path, save_id: SaveId, process: int) -> _Share | None:
         manifest = read_manifest(path)
         text = path.read_bytes()
         slot_bytes = (directory / manifest.slot).lstat().st_size
-        if manifest.writer.process != process or _identity(path) != identity:
+        if (manifest.save_id, manifest.writer.process) != (save_id, process) or _identity(path) != identity:
             return None
     except (OSError, ValueError, CorruptCheckpointError):  # another tier may have it whole
         return None

@@ -51,7 +51,7 @@ class Inventory:
         self.durable = durable
         self.client = client
         self._rank = rank
-        self._epochs = epochs
+        self.epochs = epochs
         self._events = events
         self._trusted = trusted
         self._ahead: tuple[int, DurableReader] | None = None
@@ -74,7 +74,8 @@ class Inventory:
     ) -> list[Candidate]:
         """The saves in the order in which they are to be tried, on process 0, from what all processes report.
 
-        `step`: those of that step alone. Of the durable tier the newest `looked_into`, or all. Where nothing else holds
+        `step`: those of that step alone. Of the durable tier the newest `looked_into`, or all; steps that were not seen
+        before are read to find out. Where nothing else holds
         anything, the newest step of a bucket is looked into on the way, by a reader that `proves` so.
 
         Cost: a read of the epoch records, a listing, then a look into steps that are not known, then their names
@@ -82,9 +83,10 @@ class Inventory:
         """
         fast = [{held.save_id: held.refusal for held in report} for report in reports]
         look = partial(self._look, step, None if any(reports) else proves)
-        ancestry, (steps, named) = all_of(self.durable.url, [self._epochs.read, look])
+        ancestry, (steps, named) = all_of(self.durable.url, [self.epochs.read, look])
         durable = self._newest(ancestry, steps, named, looked_into)
-        return rank_candidates(fast, durable, ancestry.superseded, step, linked=self.client is not None)
+        linked = self.client is not None
+        return rank_candidates(fast, durable, ancestry.superseded, step, disowned=ancestry.disowned, linked=linked)
 
     def durable_opener(self, step: int, proves: VerifySelection) -> Callable[[VerifySelection], DurableReader]:
         """How a durable step is opened. A reader that `candidates` has made of it, to prove as `proves`, is used."""
@@ -104,27 +106,32 @@ class Inventory:
     def _look(self, step: int | None, ahead: VerifySelection | None) -> tuple[list[int], dict[int, _Named]]:
         """The durable steps, newest first, and the recorded identity of the first ones."""
         looked = self.durable.looked()
-        steps = sorted((each for each in looked if step is None or each == step), reverse=True)
+        steps = sorted(
+            (each for each in looked if step is None or each == step), key=self.durable.place_of, reverse=True
+        )
         self._ahead = None
         others: list[Callable[[], Any]] = []
         if steps and ahead is not None and properties_of(self.durable.url).round_trips:
             self._ahead = steps[0], self.durable.reader(steps[0], ahead, self._trusted)
             others = [partial(self._ahead[1].look_ahead, looked[steps[0]])]
-        return steps, self._names(steps[:_AT_ONCE], others)
+        unseen = sum(each not in self.durable.seen for each in steps)
+        return steps, self._names(steps[: max(_AT_ONCE, unseen)], others)
 
     def _newest(
         self, ancestry: Ancestry, steps: Sequence[int], named: Mapping[int, _Named], looked_into: int | None
     ) -> list[SaveId]:
         """The newest saves that no rollback has abandoned, up to `looked_into`."""
         saves: list[SaveId] = []
-        for some in (steps[at : at + _AT_ONCE] for at in range(0, len(steps), _AT_ONCE)):
+        rest = sorted((step for step in steps if step not in named), key=self.durable.place_of, reverse=True)
+        for some in filter(None, (list(named), *(rest[at : at + _AT_ONCE] for at in range(0, len(rest), _AT_ONCE)))):
+            oldest = saves[looked_into - 1] if looked_into is not None and len(saves) >= looked_into else None
+            if oldest is not None and all(self.durable.seen[step] < oldest for step in some):
+                break
             named = named if some[0] in named else self._names(some)
             found = [self._identified(step, named[step], ancestry) for step in some if step not in self.durable.struck]
             # Abandoned steps do not count: a rollback may leave any number of them above the newest good one.
-            saves += [save for save in found if not ancestry.superseded(save)]
-            if looked_into is not None and len(saves) >= looked_into:
-                return saves[:looked_into]
-        return saves
+            saves = sorted([*saves, *(save for save in found if not ancestry.superseded(save))], reverse=True)
+        return saves[:looked_into]
 
     def _names(self, steps: Sequence[int], others: Sequence[Callable[[], Any]] = ()) -> dict[int, _Named]:
         """The recorded identities of steps, read in parallel with `others`."""
@@ -143,4 +150,5 @@ class Inventory:
             # A candidate of unknown age: tried last, and rejected with this reason.
             self._events.emit(Kind.REJECTED, step=step, tier=DURABLE, reason=str(name))
             return SaveId(0, step, 0)
-        return name or ancestry.of_stock(step)
+        self.durable.seen[step] = ancestry.identity(step, name)
+        return self.durable.seen[step]

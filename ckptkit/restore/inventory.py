@@ -40,7 +40,7 @@ class Held:
     def to_json(self) -> list[Any]:
         """The report as plain values, at most `REPORT_BYTES_MAX` of JSON: shares that find no room are left out."""
         refusal = None if self.refusal is None else self.refusal[:_REFUSAL_CHARS_MAX]
-        head = [self.save_id.epoch, self.save_id.step, self.save_id.number, self.count, list(self.tiers), refusal]
+        head = [self.save_id.to_json(), self.count, list(self.tiers), refusal]
         room = REPORT_BYTES_MAX - len(json.dumps([*head, []])) - 2
         shares = []
         for share in self.shares:
@@ -53,9 +53,9 @@ class Held:
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Held:
         """The report of `to_json`."""
-        epoch, step, number, count, tiers, refusal, shares = values
+        named, count, tiers, refusal, shares = values
         return cls(
-            save_id=_save_id(epoch, step, number),
+            save_id=_save_id(*named),
             count=count,
             shares=tuple(map(tuple, shares)),
             tiers=tuple(tiers),
@@ -63,7 +63,11 @@ class Held:
         )
 
 
-_save_id = lru_cache(maxsize=1024)(SaveId)  # thousands of processes report the same few values: one object, hashed once
+@lru_cache(maxsize=1024)
+def _save_id(*named: Any) -> SaveId:
+    """Thousands of processes report the same few values: one object, hashed once."""
+    return SaveId.from_json(named)
+
 
 ShareHolders = Mapping[int, tuple[int, ...]]  # share -> the processes that can give it
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class Outlook:
             "root": self.root,
             "host_id": self.host_id,
             "step": save.step,
-            "save_id": {"epoch": save.epoch, "step": save.step, "number": save.number} if save.ours else None,
+            "save_id": asdict(save) if save.ours else None,
             "where": self.chosen.where,
             "plan": None if self.plan is None else self.plan.to_json(),
             "rejected": [{"tier": tier, "step": step, "reason": reason} for tier, step, reason in self.rejected],
@@ -107,7 +107,10 @@ def outlook(
     events.observe(lambda event: problems.append(str(event.fields["reason"])))
     rejected: list[tuple[str, int, str]] = []
     elsewhere = 0  # rejected saves of which other hosts may have the rest
-    for candidate in rank_candidates([dict.fromkeys(fast)], list(durable), ancestry.superseded, step, linked=True):
+    ranked = rank_candidates(
+        [dict.fromkeys(fast)], list(durable), ancestry.superseded, step, disowned=ancestry.disowned, linked=True
+    )
+    for candidate in ranked:
         save = candidate.save_id
         local = LocalSave(save_id=save, held=fast.get(save, {}))
         search = _search(candidate, local, durable, events)

@@ -112,7 +112,7 @@ class RestorePlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values."""
         return {
-            "save_id": [self.save_id.epoch, self.save_id.step, self.save_id.number],
+            "save_id": self.save_id.to_json(),
             "boxes": [
                 {
                     "item": read.key[0],
@@ -133,9 +133,11 @@ def rank_candidates(
     superseded: Callable[[SaveId], bool],
     step: int | None = None,
     *,
+    disowned: Callable[[SaveId], bool] = lambda save: False,
     linked: bool = False,
 ) -> list[Candidate]:
-    """The saves in the order in which they are to be tried: newest first, abandoned branches left out.
+    """The saves in the order in which they are to be tried: newest first. Abandoned branches are left out, and what
+    fast tiers alone hold of runs that are not of this branch (`disowned`).
 
     `fast[p]` has, for each save that process `p` finds on its host, the reason why it cannot be restored from there
     (None: it can). A save is a candidate without refusal if it is durable, or if every process can read it from its own
@@ -146,14 +148,14 @@ def rank_candidates(
     saves = {save for report in fast for save in report} | set(durable)
     ranked = []
     for save in sorted(saves, reverse=True):
-        if superseded(save) or (step is not None and save.step != step):
+        in_durable = save in durable
+        if superseded(save) or (step is not None and save.step != step) or (not in_durable and disowned(save)):
             continue
         refusals = [
             f"process {process}: {report.get(save, 'its host does not hold it')}"
             for process, report in enumerate(fast)
             if report.get(save, "") is not None
         ]
-        in_durable = save in durable
         ranked.append(
             Candidate(
                 save_id=save,

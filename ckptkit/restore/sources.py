@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, final
 
 from ckptkit.durable.read_step import DurableReader
@@ -186,6 +186,8 @@ class SourceSearch:
         durable = tuple(reader.manifests(to_read=True))
         if save_id.ours and {manifest.save_id for manifest in durable} - {save_id}:
             raise CorruptCheckpointError(f"{reader.url} is no longer save {save_id}", step=save_id.step)
+        if not save_id.ours:  # of another root: what it is called there counts for nothing here
+            durable = tuple(replace(manifest, save_id=save_id) for manifest in durable)
         if not durable and not fast.manifests:
             return Stock()
         return Holdings(

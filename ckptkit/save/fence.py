@@ -1,8 +1,9 @@
-"""That this run, and no other, commits under its epoch."""
+"""The record of a run's epoch in the durable root, and the check that no later run has begun."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.errors import CheckpointError, TransientStoreError
@@ -27,23 +28,26 @@ class EpochFence:
         self._ledger = ledger
         self._outcomes = outcomes
         self._lock = threading.Lock()
+        self._head = ledger.ancestry.head  # the newest record that this run has seen, or written
         self._claimed: int | None = None
         self._inherited = 0  # the newest epoch when this run took over a save of an earlier one
 
-    def claim(self, save_id: SaveId) -> None:
-        """Process 0 records the run's epoch before its first save can be committed anywhere.
+    def claim(self, save_id: SaveId) -> SaveId:
+        """Process 0 records the run's epoch before its first save can be committed anywhere; returns the identity under
+        which the save is committed.
 
         Raises `CheckpointError` where another run has it. A root that cannot be reached degrades the durable tier:
-        it is tried again with the next save, and training goes on.
+        it is tried again with the next save, and training goes on. The save is committed to fast tiers then, and its
+        identity names the record that it follows: a restart takes it if no other run has begun since.
         """
         if self._coordinator.process != 0:
-            return
+            return save_id
         with self._lock:
             if self._claimed is not None and self._claimed >= save_id.epoch:
-                return
+                return save_id
             try:
                 self._tiers.epochs.write(self._ledger.ancestry)
-                self._claimed = save_id.epoch
+                self._claimed, self._head = save_id.epoch, self._ledger.ancestry.head
             except FileExistsError as error:
                 alone = ". If both are processes of one job, call jax.distributed.initialize() first in each"
                 raise CheckpointError(
@@ -54,6 +58,8 @@ class EpochFence:
                 ) from error
             except CheckpointError as error:
                 self._outcomes.degraded(save_id.step, DURABLE, error)
+                return replace(save_id, after=self._head)
+            return save_id
 
     def inherit(self, save_id: SaveId) -> None:
         """On process 0: a restored save keeps the identity that its own run gave it; that run's record is its claim.
@@ -90,9 +96,17 @@ class EpochFence:
         yield Agree("fence", about, None, check)
 
     def check(self, save_id: SaveId) -> None:
-        """On process 0: raises `CheckpointError` where a later run has begun. Cost: a listing."""
+        """On process 0: raises `CheckpointError` where a later run has begun, or the root has lost this run's record.
+        Cost: a listing."""
         epoch = self._tiers.epochs.newest_epoch()
         own = max(save_id.epoch, self._inherited)
+        if self._claimed is not None and epoch < self._claimed:
+            raise CheckpointError(
+                f"step {save_id.step} is not committed to {self._tiers.durable.url}: the record of this run (epoch "
+                f"{self._claimed}) is not there any more, so the root was removed or replaced; start the run again",
+                step=save_id.step,
+                tier=DURABLE,
+            )
         if epoch > own:
             raise CheckpointError(
                 f"step {save_id.step} is not committed to {self._tiers.durable.url}: this run has epoch "

@@ -65,12 +65,11 @@ class FirstWork(TierWork):
             return
         own = self.save.save_id
 
-        def identity() -> list[int]:
-            self._sealer.claim.claim(own)
-            return [own.epoch, own.step, own.number]
+        def identity() -> list[Any]:
+            return self._sealer.claim.claim(own).to_json()
 
         told = yield Ask("identity", self.save.name, identity, self._branch.order)
-        save_id = SaveId(*told)
+        save_id = SaveId.from_json(told)
         self._identified = True
         self._branch.adopt(save_id)
         self._branch.ledger.identify(own, save_id)

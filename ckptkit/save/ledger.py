@@ -206,15 +206,50 @@ class Ledger:
         return [r for r in self._records.values() if r.save_id not in hidden and not superseded(r.save_id)]
 
 
+class Calls:
+    """How often a call was made for each step."""
+
+    def __init__(self) -> None:
+        self._made: list[_Steps] = []  # once, twice, ...
+
+    def enter(self, step: int) -> int:
+        """Counts a call; returns how often it was made for this step before."""
+        before = next((times for times, steps in enumerate(self._made) if step not in steps), len(self._made))
+        if before == len(self._made):
+            self._made.append(_Steps())
+        self._made[before].add(step)
+        return before
+
+
+class _Steps:
+    """A set of steps. Those that were added at equal distances take the room of one: a loop adds millions."""
+
+    def __init__(self) -> None:
+        self._runs: list[range] = []
+        self._highest = -1
+
+    def __contains__(self, step: int) -> bool:
+        return step <= self._highest and any(step in run for run in reversed(self._runs))
+
+    def add(self, step: int) -> None:
+        self._highest = max(self._highest, step)
+        last = self._runs[-1] if self._runs else range(0)
+        if (len(last) == 1 and step > last[0]) or (len(last) > 1 and step - last[-1] == last.step):
+            self._runs[-1] = range(last[0], step + 1, step - last[-1])
+        else:
+            self._runs.append(range(step, step + 1))
+
+
 class Branch:
     """Names calls of `save` and gives saves their identity. `enter` and `next_save` belong to the step loop's thread.
 
     Process 0's identity of a save holds; the others compute it from the same calls, and adopt process 0's.
-    A call is named by its step, by the number of calls with that step, and by the restore that the run continues from.
-    So a process that missed a call has the same names as the others at the next step.
+    A call is named by its step, by how often this process made it for that step, and by the restore that the run
+    continues from. No name comes twice, and a process that missed a call has the names of the others at the next step.
     """
 
-    def __init__(self, ledger: Ledger, epoch: int):
+    def __init__(self, ledger: Ledger, epoch: int, run: str):
+        self._run = run
         self.ledger = self._ledger = ledger
         self._lock = threading.Lock()
         self._epoch = epoch
@@ -225,7 +260,7 @@ class Branch:
         self._entered = 0
         self._line = 0  # restores that the run continued from
         self._restored_elsewhere = False
-        self._calls: dict[str, tuple[int, int]] = {}  # by kind, the step of the last call, and its repetitions
+        self._calls: dict[str, Calls] = {}  # by kind
 
     @property
     def base(self) -> SaveId | None:
@@ -266,14 +301,11 @@ class Branch:
         records = [*self._ledger.records(), *self._ledger.rejected()]
         if self._base is None:
             return records
-        return [record for record in records if record.step <= self._base.step]
+        return [record for record in records if record.save_id <= self._base]
 
     def enter(self, step: int, call: str = "save") -> str:
         """The name of a call for `step`, before anything can raise in it: all processes count it alike."""
-        last = self._calls.get(call)
-        repeated = last[1] + 1 if last is not None and last[0] == step else 0
-        self._calls[call] = (step, repeated)
-        name = f"{self._line}.{step}.{repeated}"
+        name = f"{self._line}.{step}.{self._calls.setdefault(call, Calls()).enter(step)}"
         if call == "save":
             self._names[name] = self._entered = self._entered + 1
             if len(self._names) > _NAMES_KEPT:
@@ -297,7 +329,7 @@ class Branch:
         """The identity of a save that is taken now; begins an epoch where one is due."""
         with self._lock:
             self._begin_epoch()
-            save_id = SaveId(self._epoch, step, self._number)
+            save_id = SaveId(self._epoch, step, self._number, self._run, self._ledger.ancestry.root)
             self._number += 1
             return save_id
 
@@ -318,19 +350,15 @@ class Branch:
 
     def _begin_epoch(self) -> None:
         """The first save after a start or a rollback begins an epoch, and abandons what was above its base."""
-        if self._has_saved and (self._base is None or self._is_newest(self._base)):
+        if self._has_saved and self._base in (None, self._ledger.newest_save()):
             self._base = None  # it is not a rollback: the saves that follow abandon nothing
             return
         if self._has_saved:
             self._epoch += 1
-        base_step = self._base.step if self._base is not None else None
-        self._ledger.ancestry = self._ledger.ancestry.begin(self._epoch, base_step, self._ledger.stock_steps())
+        ancestry = self._ledger.ancestry.begin(self._epoch, self._base, self._run, self._ledger.stock_steps())
+        self._ledger.ancestry = ancestry
         self._has_saved = True
         self._base = None
-
-    def _is_newest(self, save_id: SaveId) -> bool:
-        newest = self._ledger.newest_save()
-        return newest is not None and newest.step == save_id.step
 
 
 def _place_of(name: str) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class Save:
 
     def identified(self, save_id: SaveId) -> Save:
         """The same save, with the identity that process 0 gave it."""
-        return self if save_id == self.save_id else replace(self, ticket=replace(self.ticket, save_id=save_id))
+        return replace(self, ticket=replace(self.ticket, save_id=save_id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,10 +96,9 @@ class Decider:
         self._coordinator.begin(call)
 
     def refill(self, durable_steps: Iterable[StepInfo | int]) -> None:
-        """The durable tier was looked at afresh: it holds these."""
+        """The durable tier was looked at afresh: it holds these, in the order in which they were saved."""
         infos = [StepInfo(each) if isinstance(each, int) else each for each in durable_steps]
-        kept = [info for info in infos if self._base is None or info.step <= self._base]
-        self._durable = sorted(kept, key=lambda info: info.step)
+        self._durable = [info for info in infos if self._base is None or info.step <= self._base]
         self._last = self._base
 
     def forget(self, step: int) -> None:

@@ -66,7 +66,7 @@ class Newest:
             if save_id is None:
                 store.delete(paths.NEWEST_NAME)
             else:
-                newest = [save_id.epoch, save_id.step, save_id.number]
+                newest = save_id.to_json()
                 digest = digest_of(json.dumps(newest).encode())
                 store.put(paths.NEWEST_NAME, json.dumps({"digest": digest, "newest": newest}).encode())
         self._save_id = save_id
@@ -80,9 +80,9 @@ def read_newest(directory: Path) -> SaveId | None:
             return None
         record = json.loads(path.read_bytes())
         if record["digest"] == digest_of(json.dumps(record["newest"]).encode()):
-            epoch, step, number = record["newest"]
-            paths.manifest_name(step, epoch, number)  # numbers that a name can have
-            return SaveId(epoch, step, number)
+            save_id = SaveId.from_json(record["newest"])
+            _manifest_path(directory, save_id)  # numbers that a name can have
+            return save_id
     return None
 
 
@@ -101,8 +101,10 @@ def lost_newest(directory: Path, found: Iterable[SaveId]) -> LostManifestError |
 
 
 def forget_newest(directory: Path, save_id: SaveId) -> bool:
-    """A save that somebody has dealt with is not missed any more; whether it was. The arena's lock is held."""
-    if read_newest(directory) != save_id:
+    """A save that somebody has dealt with is not missed any more; whether it was. The arena's lock is held. `save_id`
+    needs no run: it is that of a manifest's name."""
+    newest = read_newest(directory)
+    if newest is None or _manifest_path(directory, newest) != _manifest_path(directory, save_id):
         return False
     LocalStore(directory).delete(paths.NEWEST_NAME)
     return True

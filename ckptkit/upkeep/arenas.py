@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckptkit.durable.lifecycle.root_record import read_root_record
 from ckptkit.errors import StoreError
 from ckptkit.inspection.places import local_kind, nothing_at
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model import paths
 from ckptkit.slots.files import remove_slots
 from ckptkit.slots.reader import slot_directories
+from ckptkit.store import open_store
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, try_lock
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
@@ -26,7 +28,8 @@ from ckptkit.util import clock
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaEntry:
     """One slot directory. `live`: a process holds its lock. `saves`: step, epoch and number of each manifest, newest
-    save last; `used_at_s`: when its newest manifest, or else a slot, was written (wall clock; None: never)."""
+    save last; `used_at_s`: when its newest manifest, or else a slot, was written (wall clock; None: never);
+    `other_root`: the saves are of a root that was at the place of the given one before."""
 
     tier: str
     job: str
@@ -38,6 +41,7 @@ class ArenaEntry:
     stored_bytes: int
     quarantine_bytes: int
     used_at_s: float | None
+    other_root: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -79,19 +83,22 @@ def list_arenas(
 ) -> list[ArenaEntry]:
     """The slot directories below the paths of fast tiers, by path. Those that were emptied are left out.
 
-    `root` leaves those of the jobs that save to it, `job` those of one directory name, `host_id` those of one host.
+    `root` leaves those of the jobs that save there, also to a root that was there before (`other_root`), `job` those of
+    one directory name, `host_id` those of one host.
     To learn whether an arena is live, it takes the arena's lock in shared mode for a moment. A job that starts in that
     moment takes the next directory, and still finds the saves in this one. Writes nothing. Raises `StoreError` for
     files that it may not read.
     """
-    ending = None if root is None else paths.job_name(root_url(root)).removeprefix("job")
+    url = None if root is None else root_url(root)
+    own = () if url is None else read_root_record(open_store(url)).job_names(url)
     found = []
     for tier in tiers:
         for directory, name, host in _directories(tier):
-            of_root = ending is None or name.endswith(ending)
+            of_root = url is None or paths.job_of_url(name, url)
             if of_root and job in (None, name) and host_id in (None, host):
                 entry = _entry(tier, name, host, directory)
-                found += [entry] if entry is not None else []
+                other = url is not None and not name.endswith(tuple(each.removeprefix("job") for each in own))
+                found += [replace(entry, other_root=other)] if entry is not None else []
     return sorted(found, key=lambda each: each.path)
 
 
@@ -207,7 +214,7 @@ def _entry(tier: str, job: str, host: str, directory: Path) -> ArenaEntry | None
         host_id=host,
         path=str(directory),
         live=live,
-        saves=tuple(sorted(saves, key=lambda save: (save[1], save[0], save[2]))),
+        saves=tuple(sorted(saves, key=lambda save: (save[1], save[2]))),
         slots=len(slots),
         stored_bytes=sum(sizes),
         quarantine_bytes=sum(quarantine),

@@ -258,7 +258,8 @@ def _check_single(chosen: Sequence[DurableStep], url: str) -> None:
 def _follows(ancestry: Ancestry, older: Ancestry) -> bool:
     """Whether `older` may be an earlier state of the same history: what it abandoned is still abandoned."""
     return older.epoch < ancestry.epoch and all(
-        any(epoch >= e and base <= b for epoch, base in ancestry.rollbacks) for e, b in older.rollbacks
+        any(each.epoch >= before.epoch and each.covers(before) for each in ancestry.rollbacks)
+        for before in older.rollbacks
     )
 
 

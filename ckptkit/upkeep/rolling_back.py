@@ -13,7 +13,7 @@ from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.records import FORMAT, StepEntry
 from ckptkit.inspection.steps import list_steps
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.model.tiers import DURABLE
 from ckptkit.store import open_store
 from ckptkit.upkeep.arenas import list_arenas
@@ -83,7 +83,7 @@ def plan_rollback(
         _prove(entry, listing.root, timeout_s, progress)
     identity = entry.save_id or before.of_stock(step)
     live = [each for each in listing.steps if each.state in ("committed", "partial")]
-    newer = tuple(each for each in live if each.step > step and (each.save_id or before.of_stock(each.step)) > identity)
+    newer = tuple(each for each in live if (each.save_id or before.of_stock(each.step)) > identity)
     stock = [each.step for each in listing.steps if each.save_id is None and each.state in ("committed", "abandoned")]
     seen = [each.save_id.epoch for each in listing.steps if each.save_id is not None]
     epoch = max([before.epoch, *seen]) + 1
@@ -93,7 +93,7 @@ def plan_rollback(
         save_id=entry.save_id,
         abandoned=newer,
         before=before,
-        after=before.begin(epoch, step, stock),
+        after=before.begin(epoch, identity, new_id(), stock),
         notes=(
             *listing.notes,
             *(f"damaged: {each}" for each in listing.problems),

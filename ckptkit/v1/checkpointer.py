@@ -355,7 +355,7 @@ class Checkpointer:
 
     def _existing(self, step: Step) -> int:
         steps = self._manager.all_steps()
-        number = max(steps, default=None) if step is None else _number(step)
+        number = self._manager.latest_step() if step is None else _number(step)
         if number is None or number not in steps:
             raise _not_found(number)
         return number

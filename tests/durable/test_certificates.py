@@ -23,6 +23,6 @@ def test_certificates_of_deleted_saves_are_removed() -> None:
 def test_other_files_are_no_certificates() -> None:
     """A stray file would end every restore of a certified step."""
     store = MemoryStore()
-    for name in ("x", "1-2-3", paths.certificate_name(1, 2, 3)):
+    for name in ("x", "1-2-3", paths.certificate_name(1, 2, 3, "")):
         store.put(f"{paths.CERTIFIED_DIR}/{name}", b"")
     assert certified_saves(store) == {SaveId(1, 2, 3)}

@@ -111,7 +111,11 @@ def test_deletion_is_agreed_even_if_nothing_is_due_here() -> None:
     first = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
     times = {step: first + datetime.timedelta(hours=step) for step in (1, 2, 3)}
     steps = [SimpleNamespace(step=step, time=time, metrics=None) for step, time in times.items()]
-    assert BranchPreservation(options, going).should_preserve(steps, context=None) == [True, False, True]
+    assert BranchPreservation(options, going, lambda step: step).should_preserve(steps, context=None) == [
+        True,
+        False,
+        True,
+    ]
     assert asked == [[]]
 
 

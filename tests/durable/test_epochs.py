@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords, Rollback
 from ckptkit.errors import CorruptCheckpointError, TransientStoreError
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.restore.plan import rank_candidates
 from ckptkit.store import MemoryStore, RetryStore
 from ckptkit.store.base import PutMode, Stat, Store
@@ -23,7 +23,7 @@ class Model:
     """Runs with rollbacks, by brute force: every save knows the save that it continues from."""
 
     ancestry: Ancestry = field(default_factory=Ancestry)
-    unpruned: list[tuple[int, int]] = field(default_factory=list)
+    unpruned: list[Rollback] = field(default_factory=list)
     saves: list[SaveId] = field(default_factory=list)
     parent: dict[SaveId, SaveId | None] = field(default_factory=dict)
     abandoned: set[SaveId] = field(default_factory=set)
@@ -37,16 +37,15 @@ class Model:
         return found
 
     def run(self, base: SaveId | None, steps: list[int]) -> None:
-        """A run that restores `base` and saves `steps` (above it). Branches that base did not grow from are
+        """A run that restores `base` and saves `steps`, in any order. Branches that base did not grow from are
         abandoned."""
         epoch = self.ancestry.epoch + 1
-        base_step = base.step if base is not None else None
-        self.ancestry = self.ancestry.begin(epoch, base_step)
+        self.ancestry = self.ancestry.begin(epoch, base, new_id())
         if base is not None:
-            self.unpruned.append((epoch, base.step))
+            self.unpruned.append(Rollback(epoch, base.step, base))
             self.abandoned |= set(self.saves) - self.lineage(base)
         last = base
-        for step in sorted(steps):
+        for step in steps:
             save = SaveId(epoch, step, len(self.saves))
             self.saves.append(save)
             self.parent[save] = last
@@ -57,11 +56,11 @@ class Model:
 def histories(draw: st.DrawFn) -> Model:
     """A first run and up to six restarts, each from any save that is still good (not always the newest)."""
     model = Model()
-    model.run(None, sorted(draw(st.sets(st.integers(0, 20), min_size=1, max_size=5))))
+    model.run(None, draw(st.lists(st.integers(0, 20), min_size=1, max_size=5)))
     for _ in range(draw(st.integers(0, 6))):
         good = [save for save in model.saves if save not in model.abandoned]
         base = draw(st.sampled_from(good))
-        model.run(base, [base.step + gap for gap in draw(st.sets(st.integers(1, 8), max_size=4))])
+        model.run(base, [max(0, base.step + gap) for gap in draw(st.lists(st.integers(-8, 8), max_size=4))])
     return model
 
 
@@ -83,15 +82,15 @@ def test_abandoned_branch_is_never_restored(model: Model, data: st.DataObject) -
     assert [candidate.save_id for candidate in ranked] == sorted(good, reverse=True)
 
 
-@given(model=histories(), epoch=st.integers(0, 12), step=st.integers(0, 60))
+@given(model=histories(), epoch=st.integers(0, 12), step=st.integers(0, 60), number=st.integers(0, 30))
 @settings(deadline=None, max_examples=400)
-def test_dropping_redundant_rollbacks_changes_no_result(model: Model, epoch: int, step: int) -> None:
+def test_dropping_redundant_rollbacks_changes_no_result(model: Model, epoch: int, step: int, number: int) -> None:
     """If it failed, the record would be short and wrong; without pruning it would grow with every restart."""
     keep_all = Ancestry(model.ancestry.epoch, tuple(model.unpruned))
-    save = SaveId(epoch, step, 0)
+    save = SaveId(epoch, step, number)
     assert model.ancestry.superseded(save) == keep_all.superseded(save)
-    bases = [base for _, base in model.ancestry.rollbacks]
-    assert bases == sorted(set(bases))  # what is kept is bounded by the distinct steps, not by the restarts
+    bases = [rollback.base for rollback in model.ancestry.rollbacks if rollback.base is not None]
+    assert bases == sorted(set(bases))  # what is kept is bounded by the distinct bases, not by the restarts
 
 
 @given(
@@ -109,7 +108,7 @@ def test_older_stock_orbax_steps_never_outrank_later_saves(
         good = sorted(save for save in [*listed, *model.saves] if not model.ancestry.superseded(save))
         base = good[choice % len(good)]
         epoch = model.ancestry.epoch + 1
-        model.ancestry = model.ancestry.begin(epoch, base.step, stock)
+        model.ancestry = model.ancestry.begin(epoch, base, new_id(), stock)
         model.saves += [SaveId(epoch, base.step + gap, len(model.saves)) for gap in gaps]
         for save in model.saves:
             for step in stock:
@@ -120,25 +119,26 @@ def test_older_stock_orbax_steps_never_outrank_later_saves(
 
 def test_claimed_epoch_without_a_save_keeps_the_newest_step() -> None:
     """If it failed, a crash between an epoch's claim and its first commit would send a job back to Orbax's step."""
-    first = Ancestry().begin(1, 10, [10])  # restored Orbax's step 10, then saved 20 and 25
-    second = first.begin(2, 25, [10])  # restored 25, claimed its epoch, and died
     ours = [SaveId(1, 20, 0), SaveId(1, 25, 1)]
+    first = Ancestry().begin(1, SaveId(0, 10, -1), new_id(), [10])  # restored Orbax's step 10, then saved 20 and 25
+    second = first.begin(2, ours[1], new_id(), [10])  # restored 25, claimed its epoch, and died
     ranked = rank_candidates([{}], [*ours, second.of_stock(10)], second.superseded)
     assert [candidate.save_id.step for candidate in ranked] == [25, 20, 10]
 
 
 def test_later_stock_orbax_steps_are_newer_than_ours() -> None:
     """If it failed, a job that went back to Orbax for a while would lose what it trained there."""
-    ancestry = Ancestry().begin(1, 10, [10])
+    ancestry = Ancestry().begin(1, SaveId(0, 10, -1), new_id(), [10])
     assert max(SaveId(1, 25, 7), ancestry.of_stock(30)) == ancestry.of_stock(30)
-    later = ancestry.begin(2, 30, [10, 30])
+    later = ancestry.begin(2, ancestry.of_stock(30), new_id(), [10, 30])
     assert max(SaveId(1, 25, 7), later.of_stock(30)) == later.of_stock(30)
 
 
 def test_a_run_that_restored_nothing_abandons_nothing() -> None:
     """If it failed, a first save into a directory of Orbax's would hide the steps that are there."""
-    ancestry = Ancestry(3, ((2, 10), (3, 20))).begin(4, None)
-    assert ancestry == Ancestry(4, ((2, 10), (3, 20)))
+    before = Ancestry(3, (Rollback(2, 10), Rollback(3, 20)))
+    ancestry = before.begin(4, None, "a" * 16)
+    assert ancestry == Ancestry(4, before.rollbacks, runs=((4, "a" * 16),))
     assert not ancestry.superseded(SaveId(3, 25, 0))
 
 
@@ -156,17 +156,20 @@ def test_newest_record_wins_in_any_write_order() -> None:
     """If it failed, a slow run of an older epoch could take back what a newer one recorded."""
     store = MemoryStore()
     records = EpochRecords(store)
-    records.write(Ancestry(12, ((12, 5),)))
-    records.write(Ancestry(9, ((9, 90),)))
+    records.write(Ancestry(12, (Rollback(12, 5),)))
+    records.write(Ancestry(9, (Rollback(9, 90),)))
     store.put("_ckptkit/epochs/notes.txt", b"a user's file")
-    assert records.read() == Ancestry(12, ((12, 5),))
+    assert records.read() == Ancestry(12, (Rollback(12, 5),))
 
 
 KEYS = ("_ckptkit/epochs/00000003.json", "_ckptkit/epochs/00000003.copy.json")
 
 
 def recorded() -> tuple[MemoryStore, Ancestry]:
-    store, ancestry = MemoryStore("gs://b/run"), Ancestry(3, ((2, 10), (3, 40)), ((5, 1),))
+    store, ancestry = (
+        MemoryStore("gs://b/run"),
+        Ancestry(3, (Rollback(2, 10), Rollback(3, 40)), ((5, 1),), ((3, "a" * 16),), "b" * 16),
+    )
     EpochRecords(store).write(ancestry)
     return store, ancestry
 
@@ -224,7 +227,7 @@ def test_both_copies_damaged_are_refused() -> None:
 
 def test_record_without_a_digest_is_read() -> None:
     """A root of an earlier version could not be opened any more."""
-    store, ancestry = MemoryStore(), Ancestry(3, ((3, 40),))
+    store, ancestry = MemoryStore(), Ancestry(3, (Rollback(3, 40),))
     store.put(KEYS[0], json.dumps({**ancestry.to_json(), "run": "r"}).encode())
     assert EpochRecords(store).check() == (ancestry, [])
 
@@ -242,7 +245,7 @@ def test_an_epoch_is_claimed_once() -> None:
     records = EpochRecords(MemoryStore())
     records.write(Ancestry(2, ()))
     with pytest.raises(FileExistsError, match=r"_ckptkit/epochs/00000002\.json"):
-        records.write(Ancestry(2, ((2, 5),)))
+        records.write(Ancestry(2, (Rollback(2, 5),)))
     assert records.read() == Ancestry(2, ())
 
 
@@ -293,10 +296,11 @@ class FailsFirstPut:
 def test_two_runs_cannot_both_claim_an_epoch_through_a_retry() -> None:
     """If it failed, a repeated put that finds the OTHER run's equal record would take it for its own: two owners."""
     bucket = MemoryStore()
-    ancestry = Ancestry(2, ((2, 5),))  # two restarts from the same base write the same words
-    flaky = FailsFirstPut(bucket, meanwhile=EpochRecords(bucket), ancestry=ancestry)
+    base = SaveId(1, 5, 0)
+    one, other = (Ancestry().begin(2, base, new_id()) for _ in range(2))  # two restarts from the same base
+    flaky = FailsFirstPut(bucket, meanwhile=EpochRecords(bucket), ancestry=other)
     with pytest.raises(FileExistsError):
-        EpochRecords(RetryStore(flaky, first_delay_s=0.0)).write(ancestry)
+        EpochRecords(RetryStore(flaky, first_delay_s=0.0)).write(one)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,14 @@ TIERS = ("ram", "ssd", "root")
 
 
 def copy_of(version: str, home: Path, tiers: tuple[str, ...]) -> Path:
-    """Some tiers of what a release has written, elsewhere: a fast tier's job is named by the path of its root."""
+    """Some tiers of what a release has written, elsewhere: a fast tier's job is named by the path of its root. The
+    records of the root are always there: they tell whose slots these are."""
+    shutil.copytree(HERE / version / "root" / "_ckptkit", home / "root" / "_ckptkit")
     for tier in tiers:
-        shutil.copytree(HERE / version / tier, home / tier)
+        shutil.copytree(HERE / version / tier, home / tier, dirs_exist_ok=True)
         for job in (home / tier).glob("job-*"):
-            job.rename(job.with_name(job_name(str(home / "root"))))
+            root = job.name.partition("-")[2].partition("-")[2]
+            job.rename(job.with_name(job_name(str(home / "root"), root=root)))
     return home
 
 
@@ -60,7 +63,7 @@ def described(home: Path) -> dict[str, Any]:
     for path in sorted(home.rglob("*")):
         if not path.is_file():
             continue
-        name = re.sub(r"job-[0-9a-f]{12}|(?<=/d/)[0-9a-f]{32}", "*", str(path.relative_to(home)))
+        name = re.sub(r"job-[0-9a-f]{12}(-[0-9a-f]{16})?|(?<=/d/)[0-9a-f]{32}", "*", str(path.relative_to(home)))
         found[name] = content(path)
     return found
 
@@ -73,14 +76,22 @@ def content(path: Path) -> Any:
         return None
     text = path.read_text()
     if path.name == "commit_success.txt":
-        return re.sub(r"/\S+/root/|[0-9a-f]{32}", "*", text)
+        return re.sub(r"/\S+/root/|[0-9a-f]{32}|[0-9a-f]{16}", "*", text)
     return plain(json.loads(text))
 
 
 def plain(value: Any) -> Any:
     if isinstance(value, dict):
         times = {"init_timestamp_nsecs", "commit_timestamp_nsecs", "ts_metrics"}
-        varying = {"digest", "run", "provenance", *times}  # provenance: of this Python, these packages, this command
+        varying = {
+            "digest",
+            "run",
+            "runs",
+            "root",
+            "id",
+            "provenance",
+            *times,
+        }  # provenance: of this Python, these packages, this command
         return {key: plain(each) for key, each in value.items() if key not in varying}
     return [plain(each) for each in value] if isinstance(value, list) else value
 

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptkit
 from ckptkit.durable.commit import DiskAttempt
-from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.manager.opening import epoch_records
+from ckptkit.model.manifest import SaveId, new_id
 
 DURABLE_STEP, LAST = 1, 2
 
@@ -181,12 +181,19 @@ def test_step_that_slots_do_not_hold_as_it_was_saved_is_a_warning(
     assert len(warnings(caplog)) == 3
 
 
+def later_run(tmp_path: Path, base: int) -> None:
+    """Another run begins from a step, and does not save."""
+    records = epoch_records(str(tmp_path / "durable"), ckptkit.EventLog())
+    before = records.read()
+    records.write(before.begin(2, SaveId(1, base, base), new_id()))
+
+
 def test_step_is_not_flushed_once_a_later_run_has_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A process that hung for hours would add a step to the branch of the run that replaced it."""
     killed_run(tmp_path)
     with make_manager(tmp_path) as manager:
         manager.restore(None)
-        epoch_records(str(tmp_path / "durable"), ckptkit.EventLog()).write(Ancestry(2, ((2, DURABLE_STEP),)))
+        later_run(tmp_path, DURABLE_STEP)
     assert "a later run has begun epoch 2" in warnings(caplog)[0]
     assert not (tmp_path / "durable" / str(LAST)).exists()
 
@@ -212,6 +219,6 @@ def test_step_of_an_earlier_epoch_than_the_newest_record_is_flushed(
     """A second kill, after the restart had recorded its epoch and before it had saved, would leave the step where it
     is."""
     killed_run(tmp_path)
-    epoch_records(str(tmp_path / "durable"), ckptkit.EventLog()).write(Ancestry(2, ((2, LAST),)))
+    later_run(tmp_path, LAST)
     assert restored_step(tmp_path).exists()
     assert warnings(caplog) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -247,14 +248,15 @@ def test_restore_logs_step_tiers_bytes_and_seconds_once(run: Run, caplog: pytest
     assert line.endswith("; rejected: none")
 
 
-def test_root_that_was_removed_warns_of_slots_that_are_left(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_root_that_was_emptied_warns_of_slots_that_are_left(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """A run that was to start anew would continue the old one, and nothing would tell why."""
     tiers = [ckptkit.Tier.ram(str(run.ram))]
     save_steps(run.durable, 1, 2, tiers=tiers)
     with make_manager(run.durable, tiers=tiers):
         pass
     assert not caplog.records, "no warning where the root has steps"
-    shutil.rmtree(run.durable)
+    for step in (1, 2):
+        shutil.rmtree(run.durable / str(step))
     with make_manager(run.durable, tiers=tiers) as manager:
         assert manager.latest_step() == 2
     (warning,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
@@ -264,3 +266,42 @@ def test_root_that_was_removed_warns_of_slots_that_are_left(run: Run, caplog: py
     assert main(command) == 0
     with make_manager(run.durable, tiers=tiers) as manager:
         assert manager.latest_step() is None
+
+
+def test_root_that_was_made_again_does_not_continue_the_removed_run(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """A new run at the same place would continue from the state of the removed one."""
+    tiers = [ckptkit.Tier.ram(str(run.ram))]
+    save_steps(run.durable, 1, 2, tiers=tiers)
+    shutil.rmtree(run.durable)
+    caplog.clear()
+    with make_manager(run.durable, tiers=tiers) as manager:
+        assert manager.latest_step() is None
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert "2 saves" in warning
+    assert f"of another root that was at {run.durable} before" in warning
+    save_steps(run.durable, 1, tiers=tiers)
+    (command,) = re.findall("`ckptkit (.*?)`", warning)
+    assert main(shlex.split(command)) == 0
+    caplog.clear()
+    with make_manager(run.durable, tiers=tiers) as manager:
+        assert manager.latest_step() == 1
+    assert not caplog.records, "the slots of the removed root were freed, and nothing else"
+
+
+def test_root_that_was_put_back_continues_from_itself(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """The run would go on from what the removed root had saved after the backup."""
+    tiers = [ckptkit.Tier.ram(str(run.ram))]
+    save_steps(run.durable, 1, tiers=tiers)
+    shutil.copytree(run.durable, run.durable.with_name("backup"))
+    with make_manager(run.durable, tiers=tiers) as manager:
+        manager.restore(None)
+        assert manager.save(2, args=args.StandardSave({"w": jnp.full(2000, 2.0)}))
+    shutil.rmtree(run.durable)
+    shutil.copytree(run.durable.with_name("backup"), run.durable)
+    caplog.clear()
+    with make_manager(run.durable, tiers=tiers) as manager:
+        assert manager.latest_step() == 1
+        manager.restore(None)
+        assert manager.latest_step() == 1
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert f"the fast tiers hold steps of a run that {run.durable} does not know: 2" in warning

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords, Rollback
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.manifest import Manifest
 from ckptkit.store import MemoryStore
@@ -42,7 +42,10 @@ def test_arbitrary_values_in_a_manifest_are_refused(data: st.DataObject) -> None
 @settings(deadline=None, max_examples=200)
 def test_arbitrary_values_in_an_epoch_record_are_refused(data: st.DataObject) -> None:
     """A restart would die of a record, or take nonsense for a branch."""
-    record: Any = {**Ancestry(3, ((2, 10), (3, 40)), ((5, 1),)).to_json(), "run": "r"}
+    record: Any = {
+        **Ancestry(3, (Rollback(2, 10), Rollback(3, 40)), ((5, 1),), ((3, "a" * 16),), "b" * 16).to_json(),
+        "run": "r",
+    }
     for _ in range(data.draw(st.integers(1, 2))):
         record = changed(record, data.draw(st.sampled_from(list(places(record)))), data.draw(ANYTHING))
     store = MemoryStore()

@@ -192,8 +192,8 @@ def test_wrong_digest_is_reported_with_the_file() -> None:
 
 def test_another_format_is_refused_by_number() -> None:
     """If it failed, a newer release's manifest would be misread by this one."""
-    with pytest.raises(CorruptCheckpointError, match=r"^manifest x has format 3, this version reads formats 1 to 2$"):
-        Manifest.from_bytes(signed({**body_of(small_manifest()), "format": 3}), path="x")
+    with pytest.raises(CorruptCheckpointError, match=r"^manifest x has format 4, this version reads formats 1 to 3$"):
+        Manifest.from_bytes(signed({**body_of(small_manifest()), "format": 4}), path="x")
 
 
 def test_format_1_is_read() -> None:

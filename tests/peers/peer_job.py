@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.jobs import job_of
 from tests.states import abstract
 
 LIMIT_S = 200.0
@@ -132,9 +133,7 @@ class Job:
         make_coordinator().agree(f"meet-{self._met}", None, lambda _: None, timeout_s=60)
 
     def slots(self, act: str, process: int) -> Path:
-        from ckptkit.model import paths
-
-        return self._root / "ram" / paths.job_name(str(self._root / act)) / f"host-{process}"
+        return self._root / "ram" / job_of(self._root / act) / f"host-{process}"
 
     def only(self, process: int, act: Callable[[], Any]) -> None:
         self.meet()
@@ -192,8 +191,8 @@ class Job:
         and its old copies of host 0's."""
         import orbax.checkpoint as ocp
 
-        old, kept = self.slots("old", 1), self._root / "kept"
         self.saved("old", range(4), split=False, **self.copying())
+        old, kept = self.slots("old", 1), self._root / "kept"
         self.only(1, lambda: shutil.copytree(old, kept))
         with self.manager("old", **self.copying()) as manager:
             manager.restore(1, args=ocp.args.StandardRestore(abstract(make_state(0, False))))  # pyright: ignore[reportCallIssue]

@@ -93,7 +93,7 @@ def test_candidates_are_newest_first_without_abandoned_ones(
     saves = [candidate.save_id for candidate in ranked]
     everything = set(itertools.chain(durable, *fast))
     assert set(saves) == {s for s in everything if s not in gone and (step is None or s.step == step)}
-    assert saves == sorted(saves, key=lambda s: (s.epoch, s.step, s.number), reverse=True)
+    assert saves == sorted(saves, key=lambda s: s.made, reverse=True)
     for candidate in ranked:
         everybody_has_it = all(report.get(candidate.save_id, "absent") is None for report in fast)
         somebody_has_it = any(report.get(candidate.save_id, "absent") is None for report in fast)

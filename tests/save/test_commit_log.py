@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptkit.durable.lifecycle.epochs import Ancestry
-from ckptkit.model.manifest import SaveId
+from ckptkit.durable.lifecycle.epochs import Ancestry, Rollback
+from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.model.tiers import MEMORY
 from ckptkit.save.commit_log import CommitLog
 from ckptkit.save.ledger import Ledger
@@ -89,7 +89,7 @@ def test_staging_memory_is_no_tier_of_the_book() -> None:
 def test_ancestry_goes_to_processes_of_another_epoch() -> None:
     """A rollback that a process missed would leave it on the branch that was abandoned."""
     first, late = Process(), Process()
-    first.ledger.ancestry = first.ledger.ancestry.begin(2, 5, [])
+    first.ledger.ancestry = first.ledger.ancestry.begin(2, SaveId(1, 5, 0), new_id())
     news = first.log.news([late.log.state()])
     late.log.learn(news)
     assert late.ledger.ancestry == first.ledger.ancestry
@@ -99,6 +99,6 @@ def test_ancestry_goes_to_processes_of_another_epoch() -> None:
 def test_ancestry_that_differs_in_one_epoch_is_replaced() -> None:
     """A process that counted a rollback of its own would list no step any more, and nothing would mend it."""
     first, other = Process(), Process()
-    other.ledger.ancestry = Ancestry(epoch=first.ledger.ancestry.epoch, rollbacks=((1, 0),))
+    other.ledger.ancestry = Ancestry(epoch=first.ledger.ancestry.epoch, rollbacks=(Rollback(1, 0),))
     other.log.learn(first.log.news([other.log.state()]))
     assert other.ledger.ancestry == first.ledger.ancestry

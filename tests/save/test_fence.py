@@ -10,7 +10,7 @@ import pytest
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import LocalCoordinator
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.save.fence import EpochFence
 from ckptkit.save.protocol import drive
 from ckptkit.store import MemoryStore
@@ -73,7 +73,7 @@ def test_fence_is_checked_again_for_a_later_run() -> None:
 def test_epoch_recorded_by_another_run_blocks_commits() -> None:
     """Two runs that began at once would both commit under one epoch."""
     store = MemoryStore()
-    EpochRecords(store).write(Ancestry(epoch=SAVE.epoch))
+    EpochRecords(store).write(Ancestry().begin(SAVE.epoch, None, new_id()))
     epochs = Away(store)
     epochs.away = False
     with pytest.raises(

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ckptkit.durable.lifecycle.epochs import Ancestry
-from ckptkit.model.manifest import SaveId
+from ckptkit.durable.lifecycle.epochs import Ancestry, Rollback
+from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.save.ledger import Branch, Ledger, StepRecord
 
 SAVES = st.builds(SaveId, st.integers(1, 3), st.integers(0, 6), st.just(0))
@@ -29,7 +29,7 @@ class BookAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ancestry = Ancestry(3, ((3, 4),))
+        self.ancestry = Ancestry(3, (Rollback(3, 4),))
         self.book = Ledger(self.ancestry)
         self.model: dict[SaveId, Known] = {}
 
@@ -87,7 +87,7 @@ def test_rollback_hides_abandoned_steps_immediately() -> None:
     for step in (10, 20, 30):
         book.commit(SaveId(1, step, step), "ram")
     assert book.latest_step() == 30
-    book.ancestry = book.ancestry.begin(2, 10)
+    book.ancestry = book.ancestry.begin(2, SaveId(1, 10, 10), new_id())
     book.begin(SaveId(2, 15, 31))
     assert [record.step for record in book.records()] == [10, 15]
     assert book.latest_step() == 15
@@ -106,7 +106,7 @@ def test_failed_save_stays_committed_in_tiers_that_hold_it() -> None:
 
 def test_missed_call_is_ordered_by_its_name() -> None:
     """A process that missed a call would take process 0 to be ahead of it, and lose save after save."""
-    branch = Branch(Ledger(Ancestry()), 1)
+    branch = Branch(Ledger(Ancestry()), 1, new_id())
     names = [branch.enter(step) for step in (2, 3, 3)]
     assert names == ["0.2.0", "0.3.0", "0.3.1"]
     assert [branch.order(name) for name in names] == sorted(branch.order(name) for name in names)

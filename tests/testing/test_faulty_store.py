@@ -9,6 +9,7 @@ import pytest
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
+from ckptkit.model.manifest import SaveId
 from ckptkit.store import MemoryStore, RetryStore, Store
 from ckptkit.testing import FaultyStore, StoreCrash, StoreFault
 
@@ -131,14 +132,15 @@ def test_crashed_epoch_claim_is_complete_or_absent(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("ckptkit.store.retry.time.sleep", lambda _: None)
     for point in range(8):
         inner = MemoryStore()
-        first = Ancestry().begin(1, None)
+        first = Ancestry().begin(1, None, "a" * 16)
+        second = first.begin(2, SaveId(1, 7, 0), "b" * 16)
         EpochRecords(inner).write(first)
         lost: Store = FaultyStore(
             inner, [StoreFault(effect="fail after", count=1), StoreFault(effect="crash", skip=point)]
         )
         with suppress(StoreCrash):
-            EpochRecords(RetryStore(lost)).write(first.begin(2, 7))
-        assert EpochRecords(inner).read() in (first, first.begin(2, 7))
+            EpochRecords(RetryStore(lost)).write(second)
+        assert EpochRecords(inner).read() in (first, second)
 
 
 def test_crash_during_a_batch_deletes_some_objects() -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import ckptkit
 from ckptkit.cli import main
 from ckptkit.durable.lifecycle.adoption import plan_adoption
-from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords, Rollback
 from ckptkit.errors import CheckpointError, SaveFailedError
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import copy, copying, plan_copy, plan_rollback, rollback
@@ -137,7 +137,8 @@ def test_two_runs_with_equal_records_are_not_mixed(tmp_path: Path) -> None:
     """Every first run has the same epoch: a root would be copied into another run's."""
     make_root(tmp_path / "a", [1])
     make_root(tmp_path / "b", [2])
-    assert EpochRecords(open_store(str(tmp_path / "a"))).read() == EpochRecords(open_store(str(tmp_path / "b"))).read()
+    records = [EpochRecords(open_store(str(tmp_path / name))).read() for name in "ab"]
+    assert records[0].epoch == records[1].epoch
     with pytest.raises(CheckpointError, match="has a history of its own"):
         plan_copy(str(tmp_path / "a"), str(tmp_path / "b"))
     with pytest.raises(CheckpointError, match="steps of another run"):
@@ -165,7 +166,7 @@ def test_adoption_keeps_every_step_of_the_run(
     found: list[tuple[int, int]], rollbacks: list[tuple[int, int]], step: int, adopted: Any, base: int
 ) -> None:
     """A step of the run, or the copy, would be superseded by what nobody has rolled back."""
-    ancestry = Ancestry(epoch=4, rollbacks=tuple(rollbacks))
+    ancestry = Ancestry(epoch=4, rollbacks=tuple(Rollback(*pair) for pair in rollbacks))
     saves = [SaveId(epoch, number, 0) for epoch, number in found]
     try:
         adoption = plan_adoption("root", ancestry, saves, [], step, adopted)
@@ -176,13 +177,14 @@ def test_adoption_keeps_every_step_of_the_run(
     assert [after.superseded(save) for save in saves] == [ancestry.superseded(save) for save in saves]
     if adopted == "newest":
         assert all(adoption.save_id > save for save in saves)
-        restarted = after.begin(after.epoch + 1, step)
+        restarted = after.begin(after.epoch + 1, adoption.save_id, new_id())
         assert [restarted.superseded(save) for save in saves] == [ancestry.superseded(save) for save in saves]
     else:
         own = [save for save in saves if save.epoch > 0]
         assert all(adoption.save_id < save for save in own)
         if own and base in [save.step for save in own]:  # a rollback goes back to a step that is there
-            assert not after.begin(after.epoch + 1, base).superseded(adoption.save_id)
+            to = next(save for save in own if save.step == base)
+            assert not after.begin(after.epoch + 1, to, new_id()).superseded(adoption.save_id)
 
 
 def test_two_copies_to_a_bucket_do_not_destroy_each_other(

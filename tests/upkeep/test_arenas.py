@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import StepNotFoundError
-from ckptkit.model import paths
 from ckptkit.upkeep import clean_arenas, list_arenas
+from tests.jobs import job_of
 from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
 
 
@@ -21,11 +21,11 @@ def test_live_arenas_are_kept_and_dead_ones_cleaned(tmp_path: Path) -> None:
         save(manager, 7)
         found = list_arenas([str(ram)])
         assert {each.job: (each.live, [save[0] for save in each.saves]) for each in found} == {
-            paths.job_name(str(dead)): (False, [1, 2]),
-            paths.job_name(str(live)): (True, [7]),
+            job_of(dead): (False, [1, 2]),
+            job_of(live): (True, [7]),
         }
         assert all(each.stored_bytes >= each.slots * 4096 > 0 for each in found)
-        assert [each.job for each in list_arenas([str(ram)], root=str(live))] == [paths.job_name(str(live))]
+        assert [each.job for each in list_arenas([str(ram)], root=str(live))] == [job_of(live)]
         assert list_arenas([str(ram)], host_id="h1") == []
 
         assert clean_arenas([str(ram)], host_id="h1", idle_s=0).removed == ()
@@ -34,11 +34,11 @@ def test_live_arenas_are_kept_and_dead_ones_cleaned(tmp_path: Path) -> None:
         assert list_arenas([str(ram)]) == found
         assert clean_arenas([str(ram)], host_id=HOST, idle_s=3600).removed == ()
         done = clean_arenas([str(ram)], host_id=HOST, idle_s=0)
-        assert [each.job for each in done.removed] == [paths.job_name(str(dead))]
+        assert [each.job for each in done.removed] == [job_of(dead)]
         assert [(each.live, why) for each, why in done.kept] == [(True, "a process of the job is running")]
         assert done.freed_bytes == done.removed[0].stored_bytes
         save(manager, 8)
-    assert [each.job for each in list_arenas([str(ram)])] == [paths.job_name(str(live))]
+    assert [each.job for each in list_arenas([str(ram)])] == [job_of(live)]
     assert restored(live, ram=ram) == (8, 8)
     make_root(dead, (3,), ram=ram, save_interval_steps=10)  # what is left can be used again
     assert restored(dead, ram=ram, save_interval_steps=10) == (3, 3)

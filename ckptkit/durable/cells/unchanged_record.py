@@ -117,8 +117,7 @@ def _group(found: Mapping[str, Any]) -> FileGroup:
 
 
 def _head(save_id: SaveId, process: int, count: int) -> dict[str, Any]:
-    identity = [save_id.epoch, save_id.step, save_id.number]
-    return {"format": _FORMAT, "save_id": identity, "process": process, "count": count}
+    return {"format": _FORMAT, "save_id": save_id.to_json(), "process": process, "count": count}
 
 
 def _digest(record: dict[str, Any]) -> str:

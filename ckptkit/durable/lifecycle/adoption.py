@@ -18,7 +18,7 @@ from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.durable.sidecars import join_sidecars, sidecars_among
 from ckptkit.errors import CheckpointError
 from ckptkit.model import paths
-from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.model.manifest import Manifest, SaveId, new_id
 from ckptkit.store import Store
 
 AdoptedAs = Literal["newest", "history"]
@@ -58,8 +58,10 @@ def plan_adoption(
                 path=root,
             )
         epoch = max([ancestry.epoch, *(save.epoch for save in saves)]) + 1
-        return Adoption(save_id=SaveId(epoch, step, 0), before=ancestry, after=ancestry.begin(epoch, None, stock_steps))
-    most = min([*(each - 1 for each in steps), *(base for _, base in ancestry.rollbacks)], default=step)
+        save_id = SaveId(epoch, step, 0, new_id(), ancestry.root)
+        after = ancestry.begin(epoch, None, save_id.run, stock_steps)
+        return Adoption(save_id=save_id, before=ancestry, after=after)
+    most = min([*(each - 1 for each in steps), *(each.step for each in ancestry.rollbacks)], default=step)
     if step > most:
         hint = f"give --as-step {most} or less" if most >= 0 else "its oldest step is 0; no room is left below it"
         raise CheckpointError(

@@ -16,7 +16,7 @@ from ckptkit.store import Store
 def certified_saves(store: Store) -> frozenset[SaveId]:
     """The certified saves of a durable root. Cost: a listing. Raises `StoreError`."""
     found = (paths.save_of_certificate(name) for name in store.list(paths.CERTIFIED_DIR))
-    return frozenset(SaveId(epoch, step, number) for epoch, step, number in filter(None, found))
+    return frozenset(SaveId(*named) for named in filter(None, found))
 
 
 def certify_saves(store: Store, saves: Collection[SaveId], *, held: Collection[SaveId]) -> None:
@@ -26,8 +26,12 @@ def certify_saves(store: Store, saves: Collection[SaveId], *, held: Collection[S
     """
     shield_records(store)
     for save in saves:
-        store.put(f"{paths.CERTIFIED_DIR}/{paths.certificate_name(save.epoch, save.step, save.number)}", b"")
+        store.put(_key(save), b"")
     known = (*held, *saves)
     for save in certified_saves(store) if known else ():
         if save < min(known):
-            store.delete(f"{paths.CERTIFIED_DIR}/{paths.certificate_name(save.epoch, save.step, save.number)}")
+            store.delete(_key(save))
+
+
+def _key(save: SaveId) -> str:
+    return f"{paths.CERTIFIED_DIR}/{paths.certificate_name(save.epoch, save.step, save.number, save.run)}"

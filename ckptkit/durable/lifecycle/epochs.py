@@ -1,8 +1,8 @@
 """Epoch records: which run saved from which base, so that an abandoned branch can never win.
 
-One small object per run that saved, and a copy of it: `{"epoch": E, "ancestry": [[epoch, base step], ...], "stock":
-[[step, epoch], ...], "run": ..., "digest": ...}`. A save of an epoch before `E` at a step above `base step` was
-abandoned when epoch `E` began from there.
+One small object per run that saved, and a copy of it: `{"epoch": E, "ancestry": [[epoch, base step, epoch of the base,
+number of the base], ...], "stock": [[step, epoch], ...], "run": ..., "runs": [[epoch, run], ...], "root": ...,
+"digest": ...}`. A save of an epoch before `E` that was made after its base was abandoned when epoch `E` began.
 Steps of stock Orbax have no identity of their own. A step that is first seen when epoch `E` begins was written after
 the epoch before it, and is recorded for that one. A step that no record names was written since.
 """
@@ -10,63 +10,155 @@ the epoch before it, and is recorded for that one. A step that no record names w
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.durable.lifecycle.root_record import RootRecord, make_root_record, read_root_record
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import SaveId, check_names
 from ckptkit.store import Store
 
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
+class Rollback:
+    """Epoch `epoch` began from a save of step `step`: the identity `base`, which records of earlier formats lack."""
+
+    epoch: int
+    step: int
+    base: SaveId | None = None
+
+    def abandons(self, save: SaveId) -> bool:
+        """Whether `save` was made after the base, in an epoch before this one."""
+        if save.epoch >= self.epoch:
+            return False
+        return save.step > self.step if self.base is None else save.made > self.base.made
+
+    def covers(self, older: Rollback) -> bool:
+        """Whether everything that `older` abandons is abandoned by this, later rollback too."""
+        if self.base is None or older.base is None:
+            return self.step <= older.step and (self.base is None or self.base.epoch < older.epoch)
+        return self.base.made <= older.base.made
+
+    def to_json(self) -> list[int]:
+        """The record as plain values: two numbers, or four."""
+        base = [] if self.base is None else [self.base.epoch, self.base.number]
+        return [self.epoch, self.step, *base]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Rollback:
+        """The result of `to_json`; raises ValueError or TypeError for other values."""
+        epoch, step, *base = map(int, values)
+        if not base:
+            return cls(epoch, step)
+        of_epoch, number = base
+        return cls(epoch, step, SaveId(of_epoch, step, number))
+
+
+@dataclass(frozen=True, slots=True)
 class Ancestry:
-    """Every rollback that is known: `(epoch, base step)` pairs. `epoch` is the newest epoch that saved."""
+    """The history of a root: which run began which epoch, and from which save. `epoch` is the newest epoch that saved.
+
+    The one place for the order of saves: `SaveId` orders those of a branch, `superseded` and `disowned` tell which
+    saves are not on it, `identity` tells which save a durable step counts as.
+    """
 
     epoch: int = 0
-    rollbacks: tuple[tuple[int, int], ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
     stock: tuple[tuple[int, int], ...] = ()  # steps of stock Orbax, each with the epoch that it counts for
+    runs: tuple[tuple[int, str], ...] = ()  # epochs with the runs that began them; without those of earlier formats
+    root: str = ""  # the id of the root; empty in records of earlier formats
+
+    @property
+    def head(self) -> str:
+        """Names the newest record."""
+        return f"{self.epoch}-{dict(self.runs).get(self.epoch, '')}"
 
     def of_stock(self, step: int) -> SaveId:
         """The identity of a durable step that stock Orbax wrote."""
         return SaveId(dict(self.stock).get(step, self.epoch), step, -1)
 
+    def identity(self, step: int, named: SaveId | None) -> SaveId:
+        """The save that a durable step counts as, given the save that it names (None: it is of stock Orbax).
+
+        A step of another root, which somebody put here, was not saved on this branch: it counts as older than all that
+        was, and it is in no fast tier.
+        """
+        if named is None:
+            return self.of_stock(step)
+        return SaveId(0, step, -1) if named.root and self.root and named.root != self.root else named
+
     def superseded(self, save: SaveId) -> bool:
         """Whether `save` belongs to a branch that a later epoch abandoned."""
-        return any(save.epoch < epoch and save.step > base for epoch, base in self.rollbacks)
+        return any(rollback.abandons(save) for rollback in self.rollbacks)
 
-    def begin(self, epoch: int, base_step: int | None, stock_steps: Iterable[int] = ()) -> Ancestry:
-        """The ancestry once `epoch` saves after it restored `base_step` (None: it restored nothing).
+    def may_be_abandoned(self, step: int) -> bool:
+        """Whether a damaged durable step, which names no save, may belong to an abandoned branch."""
+        return any(step > rollback.step for rollback in self.rollbacks)
+
+    def disowned(self, save: SaveId) -> bool:
+        """Whether a save in a fast tier is of no run of this branch. Says nothing of durable steps: they are here.
+
+        The run that made it is the one that recorded its epoch here; or it could not record its epoch, and no run has
+        recorded one since. A save of an earlier format names no run.
+        """
+        if not save.run:
+            return False
+        if save.root != self.root:
+            return True
+        known = dict(self.runs).get(save.epoch)
+        return known != save.run and (known is not None or save.after != self.head)
+
+    def is_unrecorded(self, save: SaveId) -> bool:
+        """Whether the run of a disowned save had recorded its epoch, in a record that is not here: this root was
+        replaced by an older copy of it."""
+        oldest = min((epoch for epoch, _ in self.runs), default=0)
+        of_this_root = bool(save.run) and save.root == self.root and save.epoch >= oldest
+        return of_this_root and not save.after and dict(self.runs).get(save.epoch) != save.run
+
+    def begin(self, epoch: int, base: SaveId | None, run: str, stock_steps: Iterable[int] = ()) -> Ancestry:
+        """The ancestry once `run` saves in `epoch`, after it restored `base` (None: it restored nothing).
 
         `stock_steps` are the steps of stock Orbax that are there now.
         """
-        added = () if base_step is None else ((epoch, base_step),)
-        # A rollback to a step at or below an earlier one's makes that one's record redundant for good.
-        kept = tuple(pair for pair in self.rollbacks if base_step is None or pair[1] < base_step)
+        rollbacks, runs = self.rollbacks, dict(self.runs)
+        if base is not None:
+            added = Rollback(epoch, base.step, SaveId(base.epoch, base.step, base.number))
+            rollbacks = (*(each for each in rollbacks if not added.covers(each)), added)
+            if base.run:  # its run may not have been able to record it
+                runs.setdefault(base.epoch, base.run)
+        runs[epoch] = run
         stock = tuple((step, self.of_stock(step).epoch) for step in sorted(set(stock_steps)))
-        return Ancestry(epoch, kept + added, stock)
+        return Ancestry(epoch, rollbacks, stock, tuple(sorted(runs.items())[-_RUNS_KEPT:]), self.root)
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain values."""
         return {
             "epoch": self.epoch,
-            "ancestry": [list(pair) for pair in self.rollbacks],
+            "ancestry": [rollback.to_json() for rollback in self.rollbacks],
             "stock": [list(pair) for pair in self.stock],
+            "runs": [list(pair) for pair in self.runs],
+            "root": self.root,
         }
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Ancestry:
         """The ancestry of a record; raises ValueError, KeyError or TypeError for what is none."""
-        rollbacks = tuple((int(epoch), int(step)) for epoch, step in record["ancestry"])
-        return cls(int(record["epoch"]), rollbacks, tuple((int(step), int(epoch)) for step, epoch in record["stock"]))
+        return cls(
+            int(record["epoch"]),
+            tuple(map(Rollback.from_json, record["ancestry"])),
+            tuple((int(step), int(epoch)) for step, epoch in record["stock"]),
+            tuple((int(epoch), str(run)) for epoch, run in record.get("runs", ())),
+            str(record.get("root", "")),
+        )
 
 
-_FIELDS = {"epoch", "ancestry", "stock", "run"}
+_RUNS_KEPT = 4096  # of the newest epochs; saves of older ones in a fast tier are not restored
+_FIELDS = {"epoch", "ancestry", "stock", "run", "runs", "root"}
 
 
 def _digest(record: dict[str, Any]) -> str:
@@ -82,9 +174,13 @@ def _unsealed(data: bytes, epoch: int) -> Ancestry:
     if digest is not None and digest != _digest(record):
         raise ValueError("it does not match its own digest")
     ancestry = Ancestry.from_json(record)
-    numbers = (ancestry.epoch, *sum((*ancestry.rollbacks, *ancestry.stock), ()))
+    numbers = [ancestry.epoch, *sum(ancestry.stock, ()), *(epoch for epoch, _ in ancestry.runs)]
+    for rollback in ancestry.rollbacks:
+        numbers += [max(0, number) for number in rollback.to_json()[2:]] + [rollback.epoch, rollback.step]
     if not all(0 <= number < _NUMBER_MAX for number in numbers):
         raise ValueError("it has numbers that no run has")
+    for each in (*(run for _, run in ancestry.runs), ancestry.root):
+        check_names(SaveId(0, 0, 0, each))
     if ancestry.epoch != epoch:
         raise ValueError(f"it is of epoch {ancestry.epoch}")
     return ancestry
@@ -101,7 +197,6 @@ class EpochRecords:
 
     def __init__(self, store: Store, report: Callable[[str], None] = lambda problem: None):
         self._store = store
-        self._run = uuid.uuid4().hex
         self._report = report
         self._known: set[str] = set()
 
@@ -116,6 +211,25 @@ class EpochRecords:
                 self._known.add(str(problem))
                 self._report(f"{problem}; its copy was read")
         return ancestry
+
+    def root_record(self, ancestry: Ancestry, *, create: bool) -> RootRecord:
+        """The record of the root, given what `read` returned. With `create` a root without an id gets one, and a record
+        that is damaged or missing is written again from the id in the newest epoch record.
+
+        Cost: a small read, or two small requests. Raises `CorruptCheckpointError` where nothing tells the id.
+        """
+        try:
+            found = read_root_record(self._store)
+        except CorruptCheckpointError as error:
+            if not ancestry.root:
+                raise
+            self._report(f"{error}; the newest epoch record has the id")
+            if create:
+                self._store.delete(paths.ROOT_KEY)
+            found = RootRecord()
+        if found.id or not create:
+            return found if found.id else RootRecord(ancestry.root, not ancestry.root)
+        return make_root_record(self._store, earlier=ancestry.epoch > 0 and not ancestry.root, known=ancestry.root)
 
     def newest_epoch(self) -> int:
         """The newest epoch that a run has begun, from the names of the records; 0 for none. Cost: one listing."""
@@ -136,10 +250,14 @@ class EpochRecords:
         return epoch, runs[0] is not None and runs[0] == runs[1]
 
     def copy_newest(self, to: EpochRecords) -> None:
-        """Writes the newest record to another root, byte for byte: whose run it is stays known.
+        """Writes the newest record to another root, byte for byte, and the id of the root: whose runs they are stays
+        known.
 
         Raises `FileExistsError` where the other root has another record of that epoch.
         """
+        root = read_root_record(self._store)
+        if root.id:
+            make_root_record(to._store, earlier=root.earlier, known=root.id)
         epoch = self.newest_epoch()
         to._claim(epoch, self._record(epoch))
 
@@ -185,7 +303,7 @@ class EpochRecords:
     def _look(self, *, stop_at_first: bool) -> tuple[Ancestry, list[CorruptCheckpointError]]:
         epoch, names = self._newest()
         if not names:
-            return Ancestry(), []
+            return Ancestry(root=read_root_record(self._store).id), []
         found: Ancestry | None = None
         problems: list[CorruptCheckpointError] = []
         record, copy = self._keys(epoch)
@@ -204,7 +322,7 @@ class EpochRecords:
                 problems.append(CorruptCheckpointError(f"epoch record {path} cannot be read: {error}", path=path))
         if found is None:
             raise problems[0] from problems[0].__cause__
-        return found, problems
+        return found if found.root else replace(found, root=read_root_record(self._store).id), problems
 
     def _newest(self) -> tuple[int, list[str]]:
         names = [name for name in self._store.list(paths.EPOCHS_DIR) if paths.epoch_of_name(name) is not None]
@@ -233,8 +351,7 @@ class EpochRecords:
 
         The record is the claim; its copy follows, and is written again by the next call where it did not land.
         """
-        # Named, so that a repeated put can tell its own record from the same words of another run.
-        record = {**ancestry.to_json(), "run": self._run}
+        record = {**ancestry.to_json(), "run": dict(ancestry.runs).get(ancestry.epoch, "")}
         self._claim(ancestry.epoch, json.dumps({**record, "digest": _digest(record)}).encode())
 
     def advance(self, before: Ancestry, after: Ancestry | None) -> None:

@@ -16,24 +16,23 @@ from ckptkit.durable.lifecycle.classify import content_of, has_several_formats, 
 from ckptkit.errors import OutsideRootError
 from ckptkit.model.paths import COMMIT_MARK, SIDECAR_DIR, step_of_name
 from ckptkit.store import Store, open_store
-from ckptkit.store.roots import root_url
 
 _LOOKS = 16  # directories that are looked into at a time
 
 
-def latest_step(root: str) -> int | None:
-    """The newest committed step of a durable root, under any of Orbax's standard names; None where there is none.
-
-    Cost in a bucket: a request per 1,000 names, then one for each look at a marker, newest first: three requests for
-    a run with 1,000 steps. Raises `StoreError` where the root cannot be read.
-    """
-    store = open_store(root_url(root))
+def steps_by_name(store: Store) -> dict[str, int]:
+    """The directories of a root whose names are those of its steps, under any of Orbax's standard names. Cost: a
+    listing; where names have several formats, also a look into each directory."""
     names = _candidates(store)
     if has_several_formats(names):  # all are looked into: which have a step in them decides
         names = [name for name in names if _look(store, name) is not None]
     step_of = run_format(names, lambda name: _read(store, name, COMMIT_MARK)).step_of
-    named = sorted(((step, name) for name in names if (step := step_of(name)) is not None), reverse=True)
-    return next((step for step, name in named if _look(store, name) is not None), None)
+    return {name: step for name in names if (step := step_of(name)) is not None}
+
+
+def holds_step(store: Store, name: str) -> bool:
+    """Whether a directory of a root is a committed step of a manager. Cost: a listing, and a look at the mark."""
+    return _look(store, name) is not None
 
 
 StepListing = dict[int, list[str] | None]  # committed steps, each with the names right below it, if they were listed

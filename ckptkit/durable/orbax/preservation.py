@@ -15,11 +15,17 @@ class BranchPreservation:
     They would push good steps out of `max_to_keep`, and be kept in their place. If `best_fn` chooses, the newest step
     is kept whatever its metrics are: a restart continues from it. Orbax deletes unpreserved steps only after the new
     step is committed. `let_go` gets the steps that this process would delete, and returns the steps to delete, the same
-    on every process. Orbax calls it once per save, on every process.
+    on every process. Orbax calls it once per save, on every process. `order` sorts steps as they were saved: Orbax
+    lists them by number when it looks at a root.
     """
 
-    def __init__(self, options: ocp.CheckpointManagerOptions, let_go: Callable[[list[int]], frozenset[int]]):
-        self._release = let_go
+    def __init__(
+        self,
+        options: ocp.CheckpointManagerOptions,
+        let_go: Callable[[list[int]], frozenset[int]],
+        order: Callable[[int], Any],
+    ):
+        self._release, self._order = let_go, order
         self._policy: Any = options.preservation_policy or _default_policy(options)
         self._keeps_newest = options.best_fn is not None and options.preservation_policy is None
         self.abandoned: frozenset[int] = frozenset()  # set before each save, the same on every process
@@ -27,12 +33,12 @@ class BranchPreservation:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Whether to keep each of `checkpoints`."""
         branch = [checkpoint for checkpoint in checkpoints if checkpoint.step not in self.abandoned]
+        branch.sort(key=lambda checkpoint: self._order(checkpoint.step))
         chosen = list(self._policy.should_preserve(branch, context=context))
         if self._keeps_newest and chosen:
-            chosen[-1] = True  # Orbax gives the steps in the order in which they were saved
-        kept = iter(chosen)
-        keeps = [checkpoint.step not in self.abandoned and next(kept) for checkpoint in checkpoints]
-        gone = self._release([each.step for each, keep in zip(checkpoints, keeps, strict=True) if not keep])
+            chosen[-1] = True
+        kept = {checkpoint.step for checkpoint, keep in zip(branch, chosen, strict=True) if keep}
+        gone = self._release([each.step for each in checkpoints if each.step not in kept])
         return [each.step not in gone for each in checkpoints]
 
 
