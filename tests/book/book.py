@@ -337,5 +337,6 @@ class Book:
             )
             if held and save.place == run.place:
                 foreign |= save.root != run.root.identity
-                unknown |= save.root == run.root.identity and self._known(save, run.root) == NO
+                known = save.segment in self._unrecorded or self._known(save, run.root) > NO
+                unknown |= save.root == run.root.identity and not known
         return foreign, unknown

@@ -82,13 +82,36 @@ class _Drawing:
 
     def events(self) -> tuple[Event, ...]:
         """A few runs, with what happens between them."""
+        if self._rng.random() < 0.2:
+            return (*self._two_lives(), *self._last_look())
         events: list[Event] = []
         runs = self._rng.choice((1, 2, 2, 3, 3, 4))
         for number in range(runs):
             events.append(self._run())
             if number < runs - 1 or self._rng.random() < 0.6:
                 events += self._between()
-        return (*events, ("run", self._hosts, (), "close"))
+        return (*events, *self._last_look())
+
+    def _last_look(self) -> list[Event]:
+        return [("run", self._hosts, (("restore", None),), "close")]
+
+    def _two_lives(self) -> list[Event]:
+        """Two runs that do not know of each other, on other hosts each; then one on hosts of both, or of the first."""
+        rng = self._rng
+        kind = rng.choice(("removed", "put back", "unrecorded", "unrecorded"))
+        events = [self._run(), ("back up",)] if kind == "put back" else []
+        first = self._hosts
+        events.append(self._run(unrecorded=kind == "unrecorded"))
+        events += {"removed": [("remove",)], "put back": [("put back", 0)]}.get(kind, [])
+        free = [host for host in HOSTS if host not in first]
+        self._hosts = tuple(rng.sample(free, min(len(free), len(first))))
+        second = self._hosts
+        events.append(self._run())
+        if rng.random() < 0.3:
+            events += self._between()
+        halves = [rng.choice(pair) for pair in zip(first, second, strict=False)]
+        self._hosts = first if rng.random() < 0.3 else tuple(dict.fromkeys(halves))
+        return events
 
     def _some_hosts(self) -> tuple[str, ...]:
         count = self._rng.randint(1, self._processes)
@@ -129,14 +152,15 @@ class _Drawing:
                 hosts.pop(rng.randrange(len(hosts)))
         self._hosts = tuple(hosts)
 
-    def _run(self) -> Event:
+    def _run(self, *, unrecorded: bool = False) -> Event:
         rng, acts = self._rng, list[Event]()
         if rng.random() < 0.1:
             acts.append(("clock", rng.choice((-7200.0, -3600.0, 3600.0, 1e6))))
         if rng.random() < 0.93:
             acts.append(("restore", None if rng.random() < 0.9 else rng.randrange(3)))
-        if rng.random() < 0.15:
-            acts.append(("read only",))
+        if unrecorded or rng.random() < 0.1:  # until its first save is made
+            acts += [("read only",), self._save("next", rng.random() < 0.2), ("settle",)]
+            acts += [("writable",)] if rng.random() < 0.3 else []
         for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
             acts += self._acts()
         return ("run", self._hosts, tuple(acts), self._end(acts))
