@@ -15,10 +15,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ckptkit.errors import CheckpointError
 from tests.jobs import job_of
 from tests.states import abstract
 
@@ -48,6 +49,9 @@ def main() -> None:
             job.damage_a_slot,
             job.return_with_an_old_ramdisk,
             job.outlive_a_zombie,
+            job.make_the_root_again,
+            job.save_unrecorded,
+            job.save_a_step_again,
             job.go_without_peers,
             job.keep_copies,
             job.lose_both,
@@ -224,6 +228,74 @@ class Job:
         self.only(1, lambda: shutil.rmtree(self.slots("zombie", 1)))
         self.found["outlive_a_zombie"] = self.restored("zombie", None, 22, split=True, **self.copying())
 
+    def saved_as(self, act: str, values: dict[int, int], *, host: int, **options: Any) -> None:
+        """Continues from the newest step, and saves steps of these values."""
+        import orbax.checkpoint as ocp
+
+        with self.manager(act, host, **options) as manager:
+            if manager.latest_step() is not None:
+                manager.restore(None, args=ocp.args.StandardRestore(abstract(make_state(0, True))))  # pyright: ignore[reportCallIssue]
+            for step, value in values.items():
+                manager.save(step, args=save_args(make_state(value, True)), force=True)
+                manager.wait_until_finished()
+
+    def make_the_root_again(self) -> None:
+        """A run ends on hosts 0 and 1, its root is removed, another run ends on hosts 2 and 3. A third one starts with
+        a host of each: both hold a half of a step of the same numbers."""
+        own = self._process
+        self.saved_as("anew", {0: 0, 1: 1, 2: 2}, host=own)
+        self.only(0, lambda: shutil.rmtree(self._root / "anew"))
+        self.saved_as("anew", {0: 100, 1: 101, 2: 102}, host=2 + own)
+        self.only(0, lambda: [shutil.rmtree(self._root / "anew" / str(step)) for step in (1, 2)])
+        self.found["make_the_root_again"] = self.restored("anew", None, 100, split=True, host=3 * own)
+        self.found["the_removed_run_alone"] = self.restored("anew", None, 100, split=True, host=own)
+
+    def save_unrecorded(self) -> None:
+        """A run on hosts 0 and 1 cannot record its epoch, and commits to ramdisks. Another one on hosts 2 and 3 takes
+        the same epoch, and saves the same steps."""
+        from unittest import mock
+
+        from ckptkit.durable.lifecycle.epochs import EpochRecords
+        from ckptkit.errors import TransientStoreError
+
+        own = self._process
+        self.saved_as("unrecorded", {0: 0}, host=own)
+
+        def away(*_: Any) -> None:
+            raise TransientStoreError("503 (of the test)")
+
+        with mock.patch.object(EpochRecords, "write", away), suppress(CheckpointError):
+            self.ram_only("unrecorded", {1: 11, 2: 12}, host=own)
+        self.found["continue_unrecorded"] = self.restored("unrecorded", None, 12, split=True, host=own)
+        self.ram_only("unrecorded", {1: 21, 2: 22}, host=2 + own)
+        self.found["mix_unrecorded"] = self.restored("unrecorded", None, 0, split=True, host=3 * own)
+        self.found["unrecorded_too_late"] = self.restored("unrecorded", None, 0, split=True, host=own)
+
+    def ram_only(self, act: str, values: dict[int, int], *, host: int) -> None:
+        """As `saved_as`, for steps that are not due in the durable tier."""
+        import orbax.checkpoint as ocp
+
+        with self.manager(act, host) as manager:
+            manager.restore(None, args=ocp.args.StandardRestore(abstract(make_state(0, True))))  # pyright: ignore[reportCallIssue]
+            for step, value in values.items():
+                manager.save(step, args=save_args(make_state(value, True)))
+                manager.wait_until_finished()
+
+    def save_a_step_again(self) -> None:
+        """A lower step is deleted and saved once more, after others: barriers of its first save may not decide it."""
+        with self.manager("repeat") as manager:
+            for step, value in ((110, 1), (120, 2), (121, 3), (110, 4), (122, 5), (110, 6)):
+                if step in manager.all_steps():
+                    manager.delete(step)
+                taken = manager.save(step, args=save_args(make_state(value, True)), force=step == 110)
+                manager.wait_until_finished()
+            books = [[str(record.save_id), list(record.tiers)] for record in manager.steps()]
+        self.found["save_a_step_again"] = {
+            **self.restored("repeat", None, 6, split=True),
+            "taken": taken,
+            "books": books,
+        }
+
     def go_without_peers(self) -> None:
         """Without peers a host that lost its ramdisk falls back, and takes everybody with it."""
         self.saved("without", range(2), split=False, peers=False)
@@ -289,8 +361,8 @@ class Job:
 
     def scrub(self) -> None:
         """Host 1's slot and its copy of host 0's are damaged while the job runs; then all there is of one share."""
-        own, copy = self.slots("scrub", 1) / "0", self.slots("scrub", 1) / "buddy-0-0"
         with self.manager("scrub", **self.copying()) as manager:
+            own, copy = self.slots("scrub", 1) / "0", self.slots("scrub", 1) / "buddy-0-0"
             for step in range(2):
                 manager.save(step, args=save_args(make_state(step, True)))
                 manager.wait_until_finished()

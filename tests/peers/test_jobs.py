@@ -113,6 +113,28 @@ def test_zombie_of_an_earlier_run_is_not_restored_from(found: list[dict[str, Any
     assert second["sources"] == {"peer": WHOLE // 2 + SMALL}
 
 
+def test_two_runs_of_one_place_are_never_joined(found: list[dict[str, Any]]) -> None:
+    """Each process would restore, and verify, its half of another run: digests are right, and the state is of no
+    step."""
+    assert [each["step"] for each in act(found, "make_the_root_again")] == [0, 0]
+    for process in act(found, "the_removed_run_alone"):
+        assert process["sources"].keys() == {"durable"}, "hosts that hold the removed run alone do not continue it"
+
+
+def test_unrecorded_run_continues_until_another_has_begun(found: list[dict[str, Any]]) -> None:
+    """A run that could not record its epoch would share it with the next one: two branches, one name."""
+    assert [each["step"] for each in act(found, "continue_unrecorded")] == [2, 2]
+    assert [each["step"] for each in act(found, "mix_unrecorded")] == [0, 0]
+    assert [each["step"] for each in act(found, "unrecorded_too_late")] == [0, 0]
+
+
+def test_step_that_is_saved_again_is_the_same_save_everywhere(found: list[dict[str, Any]]) -> None:
+    """A process would commit new bytes under the identity of the first save of that step."""
+    first, second = act(found, "save_a_step_again")
+    assert first["books"] == second["books"]
+    assert (first["step"], first["latest"], first["taken"]) == (110, 110, True)
+
+
 def test_without_peers_all_restore_the_durable_step(found: list[dict[str, Any]]) -> None:
     """`peers=None` would serve all the same."""
     for process in act(found, "go_without_peers"):

@@ -272,7 +272,8 @@ class SimJob:
         ancestry = EpochRecords(self.epochs).read()
         held = {save for host in self.hosts[: len(self.processes)] for m in host.media.values() for save in m.committed}
         held |= {save for save, _ in self.root.steps.values()}
-        whole = [save for save in held if not ancestry.superseded(save) and self._covered(save)]
+        held = {save for save in held if not ancestry.superseded(save) and not ancestry.disowned(save)}
+        whole = [save for save in held if self._covered(save)]
         return max(whole, default=None)
 
     def _check_covered(self, save_id: SaveId, tier: str) -> None:
@@ -288,7 +289,8 @@ class SimJob:
     def _check_kept(self) -> None:
         """The newest committed save can be had, or a newer one; unless a host lost what it held."""
         ancestry = EpochRecords(self.epochs).read()
-        newest = max((save for save in self.committed if not ancestry.superseded(save)), default=None)
+        of_branch = (each for each in self.committed if not ancestry.superseded(each) and not ancestry.disowned(each))
+        newest = max(of_branch, default=None)
         if newest is None or self._wiped:
             return
         hosts = len(self.processes)

@@ -167,8 +167,9 @@ class SimProcess:
 
     def _open(self) -> Any:
         epochs = EpochRecords(self.job.epochs)
-        told = yield Agree("first-look", "", None, lambda _: epochs.read().to_json())
-        self.ledger = Ledger(Ancestry.from_json(told))
+        run = f"{self.job.attempt:016x}"
+        ancestry, run = yield Agree("first-look", "", None, lambda _: [epochs.read().to_json(), run])
+        self.ledger = Ledger(Ancestry.from_json(ancestry))
         media = self.host.media
 
         in_flight_max = self.job.plan.in_flight_max
@@ -187,12 +188,12 @@ class SimProcess:
             arena.written = lambda save_id, _: self.job.wrote(save_id, self.count)
         self.durable = SimDurable(self.job.root, self.index, self.count, kept_max=3)
         told = yield Agree("stock", "", [held.to_json() for held in self.reports()], self._stock)
-        held = {SaveId(*save): tiers for *save, tiers in told["saves"]}
+        held = {SaveId.from_json(save): tiers for save, tiers in told["saves"]}
         self.ledger.refill(held)
         retention = Retention(tiers, {name: a for name, a in self.arenas.items()}, self.ledger, in_flight_max)  # noqa: C416  # pyright: ignore[reportArgumentType]
         retention.opened()
         self.retention = retention
-        self.branch = Branch(self.ledger, told["epoch"] + 1)
+        self.branch = Branch(self.ledger, told["epoch"] + 1, run)
         policy = FailurePolicy(
             retries=1, retry_delay_s=0.5, pause_after=3, pause_s=0.5, max_age_s=self.job.plan.max_age_s
         )
@@ -301,19 +302,20 @@ class SimProcess:
             raise
         yield from self.pipeline.synchronise(name)
 
-        def rank(reports: list[list[Any]]) -> list[list[int]]:
+        def rank(reports: list[list[Any]]) -> list[list[Any]]:
             held = [[Held.from_json(each) for each in report] for report in reports]
             ancestry = EpochRecords(self.job.epochs).read()
             fast = [{each.save_id: each.refusal for each in report} for report in held]
             durable = [save for save, _ in self.job.root.steps.values() if not ancestry.superseded(save)]
-            ranked = rank_candidates(fast, durable, ancestry.superseded, step, linked=True)
+            disowned = ancestry.disowned
+            ranked = rank_candidates(fast, durable, ancestry.superseded, step, disowned=disowned, linked=True)
             whole = [c.save_id for c in ranked if c.durable or is_whole(held, c.save_id)]
             self.job.ranked(name, whole, step)
-            return [[save.epoch, save.step, save.number] for save in whole]
+            return [save.to_json() for save in whole]
 
         told = yield Agree("candidates", name, [held.to_json() for held in self.reports()], rank)
         for number, values in enumerate(told):
-            save_id, error = SaveId(*values), None
+            save_id, error = SaveId.from_json(values), None
             try:
                 yield Do("read", lambda save_id=save_id: self.job.read(save_id))
             except CorruptCheckpointError as caught:
@@ -342,16 +344,18 @@ class SimProcess:
     def _stock(self, reports: list[list[Any]]) -> dict[str, Any]:
         """As `take_stock`."""
         held = [[Held.from_json(each) for each in report] for report in reports]
-        seen = sorted({each.save_id for report in held for each in report})
+        durable = {save for save, _ in self.job.root.steps.values()}
+        found = sorted({each.save_id for report in held for each in report})
+        seen = [save for save in found if save in durable or not self.ledger.ancestry.disowned(save)]
         saves: dict[SaveId, set[str]] = {}
         for save in seen:
             if is_whole(held, save):
                 saves[save] = {t for report in held for each in report if each.save_id == save for t in each.tiers}
         for save, _ in self.job.root.steps.values():
             saves.setdefault(save, set()).add(DURABLE)
-        epoch = max([self.ledger.ancestry.epoch, *(save.epoch for save in seen), *(save.epoch for save in saves)])
+        epoch = max([self.ledger.ancestry.epoch, *(save.epoch for save in (*found, *saves))])
         return {
-            "saves": [[s.epoch, s.step, s.number, sorted(tiers)] for s, tiers in sorted(saves.items())],
+            "saves": [[save.to_json(), sorted(tiers)] for save, tiers in sorted(saves.items())],
             "epoch": epoch,
         }
 

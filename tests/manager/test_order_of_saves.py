@@ -1,0 +1,107 @@
+"""Newest means made last on this branch, whatever the numbers of the steps are: in every tier, list and policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.upkeep import plan_rollback, rollback
+
+args: Any = ocp.args
+
+SAVED = (10, 20, 30, 15, 16, 17)
+
+
+def manager_of(home: Path, *, keep: Any = None, max_to_keep: int | None = None, every: int = 1) -> Any:
+    return ckptkit.CheckpointManager(
+        home / "root",
+        options=ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=max_to_keep),
+        tiers=[ckptkit.Tier.ram(str(home / "ram"), save=ckptkit.EverySteps(1), keep=keep)],
+        host_id="h",
+    )
+
+
+def save(manager: Any, *steps: int) -> None:
+    for step in steps:
+        assert manager.save(step, args=args.StandardSave({"w": np.full(4, step)}), force=True)
+        manager.wait_until_finished()
+
+
+def restored(manager: Any) -> int:
+    return int(manager.restore(None)["w"][0])
+
+
+@pytest.mark.parametrize("tier", ["ram", "durable"])
+def test_restart_takes_the_save_made_last(tmp_path: Path, tier: str) -> None:
+    """A run that was forced to a lower step would go back to the higher one at its next restart."""
+    with manager_of(tmp_path) as manager:
+        save(manager, *SAVED)
+        assert manager.latest_step() == 17
+    if tier == "durable":
+        (tmp_path / "ram").rename(tmp_path / "lost")
+    with manager_of(tmp_path) as manager:
+        assert manager.all_steps() == [*SAVED]
+        assert (manager.latest_step(), restored(manager)) == (17, 17)
+
+
+def test_keep_policies_count_in_the_order_of_saves(tmp_path: Path) -> None:
+    """Lower steps would be reported as committed, and be in no tier."""
+    with manager_of(tmp_path, keep=ckptkit.KeepNewest(2), max_to_keep=3) as manager:
+        save(manager, *SAVED)
+        held = {record.step: record.tiers for record in manager.steps()}
+    assert held == {15: ("durable",), 16: ("durable", "ram"), 17: ("durable", "ram")}
+
+
+def test_durable_policy_counts_in_the_order_of_saves_after_a_restart(tmp_path: Path) -> None:
+    """Orbax lists steps by number at a start: the newest saves would be the first to go."""
+    with manager_of(tmp_path) as manager:
+        save(manager, *SAVED)
+    with manager_of(tmp_path, max_to_keep=3) as manager:
+        manager.restore(None)
+        save(manager, 18)
+        assert [record.step for record in manager.steps() if "durable" in record.tiers] == [16, 17, 18]
+    assert sorted(path.name for path in (tmp_path / "root").iterdir() if path.name.isdecimal()) == ["16", "17", "18"]
+
+
+def test_listings_agree_on_the_newest_step(tmp_path: Path) -> None:
+    """A script that asks for the newest step would evaluate, or delete, another one than a restart takes."""
+    root = str(tmp_path / "root")
+    with manager_of(tmp_path) as manager:
+        save(manager, *SAVED)
+    assert ckptkit.latest_step(root) == 17
+    assert [entry.step for entry in ckptkit.list_steps(root, host_id="h").steps] == [*SAVED]
+    assert [each.step for each in ckptkit.follow(root, idle_timeout_s=0.0)] == [*SAVED]
+    with manager_of(tmp_path) as manager:
+        manager.restore(20)
+        save(manager, 25)
+    assert ckptkit.latest_step(root) == 25
+    live = [entry.step for entry in ckptkit.list_steps(root, host_id="h").steps if entry.state == "committed"]
+    assert live == [10, 20, 25]
+    with manager_of(tmp_path) as manager:
+        assert manager.all_steps() == [10, 20, 25]
+
+
+def test_rolled_back_root_has_the_step_before_as_its_latest(tmp_path: Path) -> None:
+    """`latest_step` would name an abandoned step."""
+    root = str(tmp_path / "root")
+    with manager_of(tmp_path) as manager:
+        save(manager, 100, 200)
+    rollback(plan_rollback(root, 100, host_id="h"))
+    assert ckptkit.latest_step(root) == 100
+
+
+def test_step_that_is_saved_again_lower_than_others_is_the_newest(tmp_path: Path) -> None:
+    """The first save of the number would come back, or the higher steps."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 10, 20, 30)
+        manager.delete(10)
+        save(manager, 10)
+        assert manager.latest_step() == 10
+    with manager_of(tmp_path) as manager:
+        assert (manager.latest_step(), manager.all_steps()) == (10, [20, 30, 10])
+        assert restored(manager) == 10
