@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 NO, MAYBE, YES = 0, 1, 2
@@ -313,14 +313,12 @@ class Book:
         found = self.candidates(run)
         newest = {save.step: save for save, _ in reversed(found)}  # a step is listed once
         unsure = max((save.value for save, status in found if status == MAYBE), default=0)  # it may have replaced others
-        newest_sure = next((save for save, status in found if status == YES), None)
-        must = {
-            save.step
-            for save, status in found
-            if status == YES
-            and save.value > unsure
-            and (save is newest_sure or save.hosts == run.hosts or run.root.durable.get(save.value) == YES)
-        }  # of processes that are gone, only the newest is promised
+        must = set[int]()
+        for save, status in found:
+            if status == YES and save.value > unsure:
+                alike = save.hosts == run.hosts and replace(save, sharded=True).held(run.hosts, run.tiers, run.place)
+                if not must or alike == YES or run.root.durable.get(save.value) == YES:
+                    must.add(save.step)  # on other hosts than it was saved on, only the newest is promised
         if run.restored:  # those after the restored one are about to be abandoned
             must = {step for step in must if newest[step].value <= run.base}
         return must, set(newest)

@@ -86,8 +86,11 @@ def _prepare() -> None:
     gc.freeze()  # or each forked process would copy every page at its first collection
 
 
-def _batch(first: int, count: int, processes: int) -> list[Finding]:
-    return list(findings(first, count, processes))
+def _batch(first: int, count: int, processes: int, mutation: str | None) -> list[Finding]:
+    from tests.book.mutations import mutated
+
+    with mutated(mutation):
+        return list(findings(first, count, processes))
 
 
 @click.command()
@@ -95,8 +98,9 @@ def _batch(first: int, count: int, processes: int) -> list[Finding]:
 @click.option("--first", default=0, show_default=True, help="The first seed.")
 @click.option("--jobs", default=2, show_default=True, help="How many histories are played at a time.")
 @click.option("--processes", default=1, show_default=True, help="The most processes of a run.")
+@click.option("--mutation", help="Put a fault into the library (mutations.py), to see it found.")
 @click.option("--shrink", default=_SHRUNK, show_default=True, help="How many disagreements are made shorter.")
-def main(seeds: int, first: int, jobs: int, processes: int, shrink: int) -> None:
+def main(seeds: int, first: int, jobs: int, processes: int, mutation: str | None, shrink: int) -> None:
     """Plays histories of jobs, and compares each restart with the book.
 
     Exits with 1 where they disagree, and prints the command that repeats it.
@@ -106,7 +110,7 @@ def main(seeds: int, first: int, jobs: int, processes: int, shrink: int) -> None
     counts = [min(_BATCH, first + seeds - start) for start in starts]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare) as pool:
-        for batch in pool.map(_batch, starts, counts, [processes] * len(counts)):
+        for batch in pool.map(_batch, starts, counts, *([each] * len(counts) for each in (processes, mutation))):
             for each in batch:
                 click.echo(f"seed {each.history.seed}: {each.problem.splitlines()[0]}")
             found += batch
