@@ -223,10 +223,15 @@ class Book:
 
     def deleted(self, run: Run, step: int, *, certain: bool) -> None:
         """The run has deleted a step."""
-        for save in [save for save, _ in self.candidates(run) if save.step == step]:
-            run.root.deleted[save.value] = YES if certain else MAYBE
-            run.restored &= save.value != run.base
-            run.root.durable[save.value] = NO if certain else min(MAYBE, run.root.durable.get(save.value, NO))
+        found = self.candidates(run)
+        for save, status in found:
+            if save.step == step:
+                run.root.deleted[save.value] = YES if certain else MAYBE
+                run.root.durable[save.value] = NO if certain else min(MAYBE, run.root.durable.get(save.value, NO))
+                run.restored &= save.value != run.base
+            for old, _ in found if save.step == step and status == MAYBE else ():  # it may have replaced them
+                run.root.durable[old.value] = min(MAYBE, run.root.durable.get(old.value, NO))
+                self._weaken(old, run.tiers, old.hosts)
 
     def closed(self, run: Run) -> None:
         """The run has ended by `close`, which may copy the restored step to the root."""

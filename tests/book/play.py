@@ -49,6 +49,7 @@ class _RunCheck:
         _, self._hosts, self._acts, self._end = event
         self._job = jobs.of(len(self._hosts))
         self._troubled = False  # a save may fail
+        self._asked = 0  # the highest step of this run
 
     def work(self) -> None:
         """Raises `Disagreement`."""
@@ -146,7 +147,8 @@ class _RunCheck:
             raise Disagreement(f"save is taken on some processes only: {results}")
         told = results[0]
         self._book.end_save(run, value, taken=told["taken"])
-        is_due = force or ((RAM in run.tiers or not run.tiers) and told["step"] > (told["latest"] or 0))
+        is_due = force or ((RAM in run.tiers or not run.tiers) and told["step"] > max(told["latest"] or 0, self._asked))
+        self._asked = max(self._asked, told["step"])  # a skipped step is not taken again, unless it is forced
         if is_due and is_settled and not told["taken"] and not told["existed"] and not self._troubled:
             raise Disagreement(f"save({told['step']}) is not taken: {told['error']}")
 
