@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from ckptkit.guard import Spike as Spike
     from ckptkit.guard import replay as replay
     from ckptkit.inspection import list_steps as list_steps
-    from ckptkit.inspection.steps import latest_step as latest_step
+    from ckptkit.inspection.latest import latest_step as latest_step
     from ckptkit.job.compiled import CompiledProgram as CompiledProgram
     from ckptkit.job.compiled import compiled as compiled
     from ckptkit.job.data.batches import ElasticBatches as ElasticBatches

@@ -337,8 +337,9 @@ def idle_arenas(facts: Facts) -> list[Advice]:
     command = command_line(*words, *own_host_id(facts.host_id))
     here = [each.step for each in facts.steps if each.state in ("committed", "partial")]
     durable = [each.step for each in facts.usage.steps if each.state == "committed"]
-    if here and max(here) > max(durable, default=-1):
-        what += f", which alone hold the newest step, {max(here)}"
+    newest = here[-1] if here else None  # they are in the order of their saves
+    if newest is not None and newest not in durable:
+        what += f", which alone hold the newest step, {newest}"
         return _said("idle_arenas", "at risk", what, f"start the job again; `{command}` would lose that step")
     return _said("idle_arenas", "wasteful", what, f"where it is not started again: `{command}`")
 

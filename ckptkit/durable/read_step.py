@@ -60,7 +60,7 @@ _JOINED_BYTES = 64 << 20  # of a joined record of a large job: it may take as lo
 
 def identity_metadata(save_id: SaveId) -> dict[str, Any]:
     """The identity of a save in Orbax's own step metadata, for a step without arrays and so without a sidecar."""
-    return {paths.SAVE_ID_FIELD: save_id.to_json()}
+    return {paths.SAVE_ID_FIELD: save_id.to_list()}
 
 
 def without_identity(metadata: Any) -> Any:
@@ -295,7 +295,7 @@ class DurableReader:
         """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
         try:
             record = json.loads(self._store.get(STEP_METADATA))["custom_metadata"][paths.SAVE_ID_FIELD]
-            return SaveId.from_json(record)
+            return SaveId.from_list(record)
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return None
 

@@ -40,7 +40,7 @@ def marked_save(mark: bytes) -> SaveId | None:
     match = _MARKED.search(mark.decode(errors="replace"))
     if match is None or digest_of(match[1].encode()) != match[3]:
         return None
-    return SaveId.from_json(match[2].split())
+    return SaveId.from_list(match[2].split())
 
 
 def sidecars_among(names: Iterable[str]) -> list[int]:

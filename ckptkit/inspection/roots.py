@@ -239,7 +239,7 @@ def _of_metadata(place: Place, known: SaveId | None) -> tuple[SaveId | None, flo
         metadata = place.json(paths.STEP_METADATA) or {}
         with readable(f"{place.url}/{paths.STEP_METADATA}"):
             record = (metadata.get("custom_metadata") or {}).get(paths.SAVE_ID_FIELD)
-            named = None if record is None else SaveId.from_json(record)
+            named = None if record is None else SaveId.from_list(record)
             return known or named, committed_at_s(place)
     except CorruptCheckpointError:
         if known is not None:

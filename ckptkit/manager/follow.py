@@ -117,7 +117,7 @@ def _iterate(follower: _Follower, poll_s: float, idle_timeout_s: float | None) -
             if found is not None:
                 manager = manager or _reader(follower.url)
                 identity, proven = found
-                save_id = SaveId.from_json(identity)
+                save_id = SaveId.from_list(identity)
                 yield FollowedStep(
                     step=save_id.step, save_id=save_id, root=follower.url, proven=proven, _manager=manager
                 )
@@ -161,7 +161,7 @@ class _Follower:
                 proven = self._take(name, save_id)
                 if proven is not None:
                     self._last = save_id
-                    return [save_id.to_json(), proven]
+                    return [save_id.to_list(), proven]
         except TransientStoreError as error:  # looked at again at the next poll
             self.events.emit(Kind.DEGRADED, tier=DURABLE, reason=str(error))
         return None

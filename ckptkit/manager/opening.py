@@ -355,21 +355,21 @@ def take_stock(inventory: Inventory, ancestry: Ancestry, coordinator: Coordinato
             for save in common
         }
         return {
-            "fast": [[save.to_json(), tiers[save]] for save in sorted(common)],
+            "fast": [[save.to_list(), tiers[save]] for save in sorted(common)],
             "struck": inventory.durable.struck,
-            "durable": [save.to_json() for save in listed],
+            "durable": [save.to_list() for save in listed],
             "epoch": max([ancestry.epoch, *(save.epoch for save in (*found, *listed))]),
-            "unrecorded": [each.to_json() for each in found if each not in seen and ancestry.is_unrecorded(each)],
+            "unrecorded": [each.to_list() for each in found if each not in seen and ancestry.is_unrecorded(each)],
         }
 
     agreed = coordinator.agree("stock", inventory.reports(), stock)
     inventory.durable.strike(agreed["struck"])
     held: dict[SaveId, list[str]] = {}
     for save, names in agreed["fast"]:
-        held.setdefault(SaveId.from_json(save), []).extend(names)
+        held.setdefault(SaveId.from_list(save), []).extend(names)
     for save in agreed["durable"]:
-        held.setdefault(SaveId.from_json(save), []).append(DURABLE)
-    unrecorded = tuple(map(SaveId.from_json, agreed["unrecorded"]))
+        held.setdefault(SaveId.from_list(save), []).append(DURABLE)
+    unrecorded = tuple(map(SaveId.from_list, agreed["unrecorded"]))
     return Stock(held=held, epoch=agreed["epoch"], unrecorded=unrecorded)
 
 

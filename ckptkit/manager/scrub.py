@@ -148,14 +148,14 @@ class Scrubber:
         """The other processes that hold a save damaged here; one exchange, of a few KiB from each process."""
         manifests = [proof.share.manifest for _, proof in found.damaged]
         wanted = [
-            [manifest.save_id.to_json(), manifest.writer.process, box_set_hash(manifest)] for manifest in manifests
+            [manifest.save_id.to_list(), manifest.writer.process, box_set_hash(manifest)] for manifest in manifests
         ]
 
         def chosen(said: list[list[Any]]) -> list[list[list[tuple[int, int]]]]:
             reports = [[Held.from_json(values) for values in held] for held, _ in said]
             return [
                 [
-                    givers_of(reports, SaveId.from_json(save), writer=writer, boxes=boxes)
+                    givers_of(reports, SaveId.from_list(save), writer=writer, boxes=boxes)
                     for save, writer, boxes in asked
                 ]
                 for _, asked in said

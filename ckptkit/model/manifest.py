@@ -68,14 +68,14 @@ class SaveId:
     def __lt__(self, other: SaveId) -> bool:
         return (self.made, self.run) < (other.made, other.run)
 
-    def to_json(self) -> list[Any]:
+    def to_list(self) -> list[Any]:
         """The identity as plain values; three numbers if it names no run."""
         numbers = [self.epoch, self.step, self.number]
         return [*numbers, self.run, self.root, self.after] if self.run else numbers
 
     @classmethod
-    def from_json(cls, values: Sequence[Any]) -> SaveId:
-        """The result of `to_json`, checked; raises ValueError or TypeError for values that no run writes."""
+    def from_list(cls, values: Sequence[Any]) -> SaveId:
+        """The result of `to_list`, checked; raises ValueError or TypeError for values that no run writes."""
         epoch, step, number, *names = values
         save_id = cls(int(epoch), int(step), int(number), *names)
         check_names(save_id)

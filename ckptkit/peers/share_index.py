@@ -30,7 +30,7 @@ def save_name(save_id: SaveId) -> str:
 
 def save_named(name: str) -> SaveId:
     """The save that a request names."""
-    return SaveId.from_json(name.split("."))
+    return SaveId.from_list(name.split("."))
 
 
 class NotHeldError(CheckpointError):

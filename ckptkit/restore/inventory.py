@@ -40,7 +40,7 @@ class Held:
     def to_json(self) -> list[Any]:
         """The report as plain values, at most `REPORT_BYTES_MAX` of JSON: shares that find no room are left out."""
         refusal = None if self.refusal is None else self.refusal[:_REFUSAL_CHARS_MAX]
-        head = [self.save_id.to_json(), self.count, list(self.tiers), refusal]
+        head = [self.save_id.to_list(), self.count, list(self.tiers), refusal]
         room = REPORT_BYTES_MAX - len(json.dumps([*head, []])) - 2
         shares = []
         for share in self.shares:
@@ -66,7 +66,7 @@ class Held:
 @lru_cache(maxsize=1024)
 def _save_id(*named: Any) -> SaveId:
     """Thousands of processes report the same few values: one object, hashed once."""
-    return SaveId.from_json(named)
+    return SaveId.from_list(named)
 
 
 ShareHolders = Mapping[int, tuple[int, ...]]  # share -> the processes that can give it

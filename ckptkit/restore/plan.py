@@ -112,7 +112,7 @@ class RestorePlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values."""
         return {
-            "save_id": self.save_id.to_json(),
+            "save_id": self.save_id.to_list(),
             "boxes": [
                 {
                     "item": read.key[0],

@@ -202,14 +202,14 @@ class Restorer:
             damaged = any(each["damaged"] for each in reports)
             if not damaged:  # a damaged manifest may be that of a share that lacks
                 ranked = [replace(each, uncommitted=self._uncommitted(each)) for each in ranked]
-            entries = [{**asdict(each), "save_id": each.save_id.to_json()} for each in ranked]
+            entries = [{**asdict(each), "save_id": each.save_id.to_list()} for each in ranked]
             return {"damaged": damaged, "ranked": entries}
 
         local_tiers = self._inventory.local
         said = {"held": report, "refused": local_tiers.refused, "damaged": local_tiers.damaged}
         agreed = self._coordinator.agree("candidates", said, rank)
         self._manifests_damaged = agreed["damaged"]
-        return [Candidate(**{**entry, "save_id": SaveId.from_json(entry["save_id"])}) for entry in agreed["ranked"]]
+        return [Candidate(**{**entry, "save_id": SaveId.from_list(entry["save_id"])}) for entry in agreed["ranked"]]
 
     def _uncommitted(self, candidate: Candidate) -> str | None:
         """Why a save in fast tiers alone was not complete when the job ended, on process 0; None if it was."""

@@ -85,7 +85,7 @@ class CommitLog:
             changes = [] if lost or not behind else list(self._changes)[-behind:]
             return {
                 "number": self._number,
-                "changes": [[save.to_json(), tier, held] for save, tier, held in changes],
+                "changes": [[save.to_list(), tier, held] for save, tier, held in changes],
                 "book": self._book() if lost else None,
                 "ancestry": ancestry.to_json() if lagging else None,
                 "passed": {tier: list(newest) for tier, newest in self._passed.items()},
@@ -98,7 +98,7 @@ class CommitLog:
             if news["ancestry"] is not None:
                 self._ledger.ancestry = Ancestry.from_json(news["ancestry"])
             if news["book"] is not None and news["number"] > self._number:
-                held = {SaveId.from_json(save): tiers for save, tiers in news["book"]}
+                held = {SaveId.from_list(save): tiers for save, tiers in news["book"]}
                 self._number = news["number"]
                 self._ledger.refill(held)
             first = news["number"] - len(news["changes"])
@@ -106,7 +106,7 @@ class CommitLog:
                 return False
             for at, (save, tier, held) in enumerate(news["changes"], first):
                 if at >= self._number:
-                    self._add(SaveId.from_json(save), tier, held)
+                    self._add(SaveId.from_list(save), tier, held)
             for tier, newest in news["passed"].items():
                 self._passed[tier] = max(self._passed.get(tier, _NONE), tuple(newest))
             return True
@@ -134,7 +134,7 @@ class CommitLog:
 
     def _book(self) -> list[list[Any]]:
         records = [record for record in self._ledger.every() if record.tiers]
-        return [[record.save_id.to_json(), list(record.tiers)] for record in records]
+        return [[record.save_id.to_list(), list(record.tiers)] for record in records]
 
 
 def _age(save_id: SaveId) -> tuple[int, int]:

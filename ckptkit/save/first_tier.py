@@ -66,10 +66,10 @@ class FirstWork(TierWork):
         own = self.save.save_id
 
         def identity() -> list[Any]:
-            return self._sealer.claim.claim(own).to_json()
+            return self._sealer.claim.claim(own).to_list()
 
         told = yield Ask("identity", self.save.name, identity, self._branch.order)
-        save_id = SaveId.from_json(told)
+        save_id = SaveId.from_list(told)
         self._identified = True
         self._branch.adopt(save_id)
         self._branch.ledger.identify(own, save_id)

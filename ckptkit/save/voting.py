@@ -176,7 +176,7 @@ class Voting:
         ballot = {
             "refusal": None if refusal is None else [refusal.policy, refusal.reason],
             "more": work.ballot(),
-            "held": None if held is None else [save.to_json() for save in held],
+            "held": None if held is None else [save.to_list() for save in held],
         }
         told = yield from self.agree(
             work.channel, work.save.name, ballot, decide, lambda ballot: ballot["refusal"] is not None, settles=True
@@ -185,7 +185,7 @@ class Voting:
             policy, reason = told["refusal"]
             return Verdict(refusal=Refusal(policy=policy, reason=reason), more=told["more"])
         if told["held"] is not None:
-            self._outcomes.keep_only(tier, [SaveId.from_json(save) for save in told["held"]])
+            self._outcomes.keep_only(tier, [SaveId.from_list(save) for save in told["held"]])
         return Verdict(refusal=None, more=told["more"])
 
     def agree(

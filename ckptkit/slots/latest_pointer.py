@@ -66,7 +66,7 @@ class Newest:
             if save_id is None:
                 store.delete(paths.NEWEST_NAME)
             else:
-                newest = save_id.to_json()
+                newest = save_id.to_list()
                 digest = digest_of(json.dumps(newest).encode())
                 store.put(paths.NEWEST_NAME, json.dumps({"digest": digest, "newest": newest}).encode())
         self._save_id = save_id
@@ -80,7 +80,7 @@ def read_newest(directory: Path) -> SaveId | None:
             return None
         record = json.loads(path.read_bytes())
         if record["digest"] == digest_of(json.dumps(record["newest"]).encode()):
-            save_id = SaveId.from_json(record["newest"])
+            save_id = SaveId.from_list(record["newest"])
             _manifest_path(directory, save_id)  # numbers that a name can have
             return save_id
     return None

@@ -395,7 +395,8 @@ def test_damaged_run_is_diagnosed(ckpt: Run, mine: Ours, tmp_path: Path) -> None
     for path in (mine.root / "4/state/_ckptkit").iterdir():
         path.write_text("{")
     tiers = [ckptkit.Tier.ram(str(mine.ram))]
-    with ckptkit.CheckpointManager(mine.root, tiers=tiers, host_id=HOST, events=events) as manager:
+    reading = ocp.CheckpointManagerOptions(read_only=True)  # it flushes nothing at its end
+    with ckptkit.CheckpointManager(mine.root, options=reading, tiers=tiers, host_id=HOST, events=events) as manager:
         manager.restore(None)
     said = ckpt("doctor", mine.root, "--events", logs, "--tier", mine.ram, "--host-id", HOST)
     assert said.code == 11

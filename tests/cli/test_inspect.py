@@ -91,7 +91,7 @@ def test_inspects_a_ckptkit_step(ckpt: Run, ours: Ours) -> None:
     assert (found["kind"], found["step"], found["path"]) == ("step", 4, str(ours.root / "4"))
     origin = found["origin"]
     assert (origin["writer"], origin["proven"], origin["processes"], origin["hosts"]) == ("ckptkit", True, 1, [HOST])
-    assert origin["save_id"] == {"epoch": 1, "step": 4, "number": 4}
+    assert origin["save_id"].items() >= {"epoch": 1, "step": 4, "number": 4}.items()
     leaves = leaves_of(found)
     assert leaves["w"]["sharding"] == "P('fsdp') on data=2,fsdp=2"
     assert leaves["w"]["cell"] == [4, 8]
@@ -126,7 +126,7 @@ def test_inspects_a_slot_directory_and_a_manifest_file(ckpt: Run, ours: Ours) ->
     """Nobody could see what a ramdisk holds, or which process's share it is."""
     found = json.loads(ckpt("inspect", ours.slots, "--json").out)
     assert (found["kind"], found["step"]) == ("slot", 5)
-    assert found["origin"]["save_id"] == {"epoch": 2, "step": 5, "number": 0}
+    assert found["origin"]["save_id"].items() >= {"epoch": 2, "step": 5, "number": 0}.items()
     assert_describes(found, make_state(5))
     assert found["notes"][0].startswith(f"the newest of 3 saves in {ours.slots}; the others are of steps 8, 7")
     assert found["notes"][1] == f"the share of process 0 of 1, on host {HOST}"

@@ -32,7 +32,8 @@ def tiers(ours: Ours) -> tuple[object, ...]:
 def test_plan_reads_the_new_branch_from_the_ramdisk(ckpt: Run, ours: Ours) -> None:
     """Somebody would plan a restart by the highest number, which a rollback has abandoned."""
     found = planned(ckpt, ours.root, *tiers(ours))
-    assert (found["step"], found["save_id"], found["rejected"]) == (5, {"epoch": 2, "step": 5, "number": 0}, [])
+    assert (found["step"], found["rejected"]) == (5, [])
+    assert found["save_id"].items() >= {"epoch": 2, "step": 5, "number": 0}.items()
     plan = found["plan"]
     assert set(plan["bytes_by_tier"]) == {str(ours.ram)}
     held = read_manifest(ours.manifest(5))

@@ -42,7 +42,7 @@ def test_lists_steps_of_all_tiers_and_states(ckpt: Run, ours: Ours) -> None:
     }
     held = {step: [tier["tier"] for tier in entry["tiers"]] for step, entry in steps.items()}
     assert held == {4: ["durable"], 5: [str(ours.ram)], 7: [str(ours.ram)], 8: [str(ours.ram), "durable"]}
-    assert steps[5]["save_id"] == {"epoch": 2, "step": 5, "number": 0}
+    assert steps[5]["save_id"].items() >= {"epoch": 2, "step": 5, "number": 0}.items()
     assert steps[5]["items"] == ["data", "state"]
     assert (steps[5]["processes"], steps[5]["expected_processes"]) == ([0], 1)
     files = [path for path in (ours.root / "8").rglob("*") if path.is_file()]
@@ -123,9 +123,9 @@ def test_unfinished_and_damaged_steps_are_marked(ckpt: Run, mine: Ours) -> None:
     found = [(e["step"], e["state"], len(e["tiers"])) for e in json.loads(said.out)["steps"]]
     assert found == [
         (4, "committed", 1),
-        (5, "damaged", 1),
         (7, "abandoned", 1),
         (8, "abandoned", 1),  # the ramdisk's share, which the damaged durable step cannot claim any more
+        (5, "damaged", 1),
         (8, "damaged", 1),
         (12, "unfinished", 1),
         (16, "damaged", 1),

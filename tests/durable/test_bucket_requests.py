@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.inspection.steps import latest_step
+from ckptkit.inspection.latest import latest_step
 from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Fixed, Kind, Reset, Status

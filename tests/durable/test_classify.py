@@ -192,7 +192,7 @@ def test_save_without_arrays_is_ours_for_the_listing_too(tmp_path: Path) -> None
         manager.wait_until_finished()
     (step,) = look(tmp_path).steps
     assert step.kind == StepClass.WHOLE
-    assert step.identity.to_json()[:3] == [1, 1, 0]
+    assert step.identity.to_list()[:3] == [1, 1, 0]
 
 
 def test_item_without_its_sidecars_is_damaged(tmp_path: Path) -> None:

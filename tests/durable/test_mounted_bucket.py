@@ -22,7 +22,7 @@ from ckptkit.durable.read_step import identity_metadata
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import CheckpointError
 from ckptkit.inspection import list_steps
-from ckptkit.inspection.steps import latest_step
+from ckptkit.inspection.latest import latest_step
 from ckptkit.job.coordination import make_coordinator
 from ckptkit.model import paths
 from ckptkit.model.durable_profile import DurableProfile

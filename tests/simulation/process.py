@@ -188,7 +188,7 @@ class SimProcess:
             arena.written = lambda save_id, _: self.job.wrote(save_id, self.count)
         self.durable = SimDurable(self.job.root, self.index, self.count, kept_max=3)
         told = yield Agree("stock", "", [held.to_json() for held in self.reports()], self._stock)
-        held = {SaveId.from_json(save): tiers for save, tiers in told["saves"]}
+        held = {SaveId.from_list(save): tiers for save, tiers in told["saves"]}
         self.ledger.refill(held)
         retention = Retention(tiers, {name: a for name, a in self.arenas.items()}, self.ledger, in_flight_max)  # noqa: C416  # pyright: ignore[reportArgumentType]
         retention.opened()
@@ -311,11 +311,11 @@ class SimProcess:
             ranked = rank_candidates(fast, durable, ancestry.superseded, step, disowned=disowned, linked=True)
             whole = [c.save_id for c in ranked if c.durable or is_whole(held, c.save_id)]
             self.job.ranked(name, whole, step)
-            return [save.to_json() for save in whole]
+            return [save.to_list() for save in whole]
 
         told = yield Agree("candidates", name, [held.to_json() for held in self.reports()], rank)
         for number, values in enumerate(told):
-            save_id, error = SaveId.from_json(values), None
+            save_id, error = SaveId.from_list(values), None
             try:
                 yield Do("read", lambda save_id=save_id: self.job.read(save_id))
             except CorruptCheckpointError as caught:
@@ -355,7 +355,7 @@ class SimProcess:
             saves.setdefault(save, set()).add(DURABLE)
         epoch = max([self.ledger.ancestry.epoch, *(save.epoch for save in (*found, *saves))])
         return {
-            "saves": [[save.to_json(), sorted(tiers)] for save, tiers in sorted(saves.items())],
+            "saves": [[save.to_list(), sorted(tiers)] for save, tiers in sorted(saves.items())],
             "epoch": epoch,
         }
 

@@ -70,7 +70,8 @@ def test_plain_save_is_in_every_tier_with_digests(tmp_path: Path) -> None:
     for item in ("1/state", "2/model", "2/meta"):
         assert list((tmp_path / "run" / item / SIDECAR_DIR).iterdir()), item
     assert [step.state for step in ckptkit.verify(str(tmp_path / "run")).steps] == ["proven"] * 2
-    shutil.rmtree(tmp_path / "run")  # what remains is the ramdisk
+    for step in ("1", "2"):  # what remains is the ramdisk
+        shutil.rmtree(tmp_path / "run" / step)
     with OURS(tmp_path / "run", tiers=[tier]) as checkpointer:
         assert_same(checkpointer.load(1), make_state(1))
         assert_same(checkpointer.load_checkpointables(2), {"model": make_state(2), "meta": {"epoch": 7}})

@@ -117,7 +117,7 @@ def _group(found: Mapping[str, Any]) -> FileGroup:
 
 
 def _head(save_id: SaveId, process: int, count: int) -> dict[str, Any]:
-    return {"format": _FORMAT, "save_id": save_id.to_json(), "process": process, "count": count}
+    return {"format": _FORMAT, "save_id": save_id.to_list(), "process": process, "count": count}
 
 
 def _digest(record: dict[str, Any]) -> str:
