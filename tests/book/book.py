@@ -287,8 +287,8 @@ class Book:
             return NO
         found = min(self._known(save, root), YES - root.deleted.get(save.value, NO))
         for segment in root.segments:
-            if segment.base < save.value < segment.began:
-                found = min(found, YES - segment.status)
+            if segment.base < save.value < segment.began:  # one that began from nothing did not know of it
+                found = min(found, YES - segment.status if segment.base else MAYBE)
         return found
 
     def candidates(self, run: Run, *, durable_only: bool = False) -> list[tuple[Save, int]]:

@@ -62,6 +62,7 @@ class _RunCheck:
         if how == "hung":
             raise Disagreement(f"the run hangs; the last answers are {[each[-1:] for each in answers]}")
         opened = [next((each for each in told if "opened" in each), None) for told in answers]
+        _check_mixed(answers)
         if all(opened):
             self._check_start(run, opened)
             self._check_acts(run, answers)
@@ -120,8 +121,6 @@ class _RunCheck:
         if not is_done or results[0].get("nothing"):
             return
         values = sorted({value for each in results for value in each["values"]})
-        if len(values) > 1:
-            raise Disagreement(f"a restore has mixed the values {values}: {[each['values'] for each in results]}")
         step = results[0]["step"]
         allowed = self._book.answers(run, step=step)
         if values[0] not in [save.value for save in allowed if save]:
@@ -198,6 +197,17 @@ class _RunCheck:
     def _writable(self, run: Run, act: Event, begun: Any, results: list[Any], is_done: bool) -> None:
         del act, begun, results, is_done
         run.writable = True
+
+
+def _check_mixed(answers: Answers) -> None:
+    """No restore joins parts of two saves: this comes first, as it is the worst that can be found."""
+    restores = [
+        [each["result"]["values"] for each in told if each.get("ends") == ["restore"] and "values" in each["result"]]
+        for told in answers
+    ]
+    for found in zip(*restores, strict=False):
+        if len({value for values in found for value in values}) > 1:
+            raise Disagreement(f"a restore has mixed the values {found}")
 
 
 def _told(answers: list[dict[str, Any]], number: int, count: int) -> _Told:
