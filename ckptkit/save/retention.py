@@ -98,11 +98,12 @@ class Retention:
         return problems
 
     def _give_up(self, name: str, problems: list[tuple[str, Exception]]) -> bool:
-        """Forgets the saves that neither the tier's policy nor another reason keeps; False if no policy can decide
-        yet."""
+        """Forgets the saves that neither the tier's policy nor another reason keeps, and without a policy those that a
+        rollback abandoned: its record may not have reached the root. False if no policy can decide yet."""
         kept, arena = self._protect(name), self._arenas[name]
-        if kept:
-            forgotten = self._ledger.committed_in(name) - arena.protected
+        abandoned = {save_id for save_id in arena.held() if self._ledger.ancestry.superseded(save_id)}
+        if kept or abandoned:
+            forgotten = (self._ledger.committed_in(name) if kept else abandoned) - arena.protected
             try:
                 arena.forget(forgotten)
             except (CheckpointError, OSError) as error:

@@ -49,7 +49,7 @@ def test_no_durable_commit_before_the_epoch_is_recorded() -> None:
     """A run whose record did not land would commit, and the next one take the same epoch: two branches, one name."""
     epochs, degraded = Away(MemoryStore()), list[Any]()
     claim = claim_of(epochs, degraded)
-    claim.claim(SAVE)  # its first commit to a fast tier: training goes on
+    assert claim.claim(SAVE).after == "2-", "its first commit to a fast tier: training goes on"
     assert degraded == [(40, "durable", "503")]
     with pytest.raises(TransientStoreError, match=r"step 40 .* gs://b/run: epoch 2 of this run could not be recorded"):
         fence(claim)
@@ -57,6 +57,7 @@ def test_no_durable_commit_before_the_epoch_is_recorded() -> None:
     epochs.away = False
     fence(claim)
     assert epochs.newest_epoch() == SAVE.epoch
+    assert claim.claim(SAVE).after == ""
 
 
 def test_fence_is_checked_again_for_a_later_run() -> None:
@@ -81,3 +82,18 @@ def test_epoch_recorded_by_another_run_blocks_commits() -> None:
     ) as one:
         fence(claim_of(epochs, []))
     assert "processes of one job, call jax.distributed.initialize() first" in str(one.value), "srun without it is alike"
+
+
+def test_removed_root_takes_no_commit_of_the_run_that_was_removed() -> None:
+    """A run that outlived its root would save into the root that was made in its place."""
+    store = MemoryStore()
+    epochs = Away(store)
+    epochs.away = False
+    claim = claim_of(epochs, [])
+    fence(claim)
+    store.delete_many(store.list_all(""))
+    with pytest.raises(CheckpointError, match=r"the record of this run \(epoch 2\) is not there any more"):
+        fence(claim)
+    EpochRecords(store).write(Ancestry().begin(1, None, new_id()))
+    with pytest.raises(CheckpointError, match="the root was removed or replaced; start the run again"):
+        fence(claim)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, Rollback
 from ckptkit.model.manifest import SaveId, new_id
-from ckptkit.save.ledger import Branch, Ledger, StepRecord
+from ckptkit.save.ledger import Branch, Calls, Ledger, StepRecord
 
 SAVES = st.builds(SaveId, st.integers(1, 3), st.integers(0, 6), st.just(0))
 TIERS = st.sampled_from(["ram", "ssd", "durable"])
@@ -114,3 +114,34 @@ def test_missed_call_is_ordered_by_its_name() -> None:
     assert branch.order("0.2.0") < branch.order("0.2.1") < branch.order("0.3.0")
     assert branch.order("0.4.0") == branch.order("1.1.0") == math.inf, "process 0 is ahead"
     assert branch.order("restore-0") == math.inf
+
+
+@given(st.lists(st.tuples(st.sampled_from(["save", "should_save"]), st.integers(0, 40)), max_size=200))
+@settings(deadline=None, max_examples=200)
+def test_names_of_calls_never_repeat(calls: list[tuple[str, int]]) -> None:
+    """A process would read the verdict, and the identity, of an earlier save of the same step."""
+    branch, seen = Branch(Ledger(Ancestry()), 1, new_id()), dict[tuple[str, int], int]()
+    for call, step in calls:
+        before = seen.get((call, step), 0)
+        assert branch.enter(step, call) == f"0.{step}.{before}"
+        seen[call, step] = before + 1
+
+
+def test_process_that_missed_calls_has_the_names_of_the_others_at_the_next_step() -> None:
+    """One call that raised before it began here would separate the processes for the rest of the run."""
+    first, other = (Branch(Ledger(Ancestry()), 1, new_id()) for _ in range(2))
+    for step in (10, 20, 21, 10, 11):
+        first.enter(step)
+    for step in (10, 11):
+        other.enter(step)
+    assert first.enter(30) == other.enter(30)
+    assert first.enter(12) == other.enter(12), "a lower step that both have not saved yet"
+
+
+def test_counting_calls_of_a_long_loop_takes_constant_memory() -> None:
+    """A loop that asks at each of ten million steps would fill the host."""
+    calls = Calls()
+    for step in range(0, 300_000, 3):
+        assert calls.enter(step) == 0
+        assert calls.enter(step) == 1
+    assert [len(steps._runs) for steps in calls._made] == [1, 1]
