@@ -1,15 +1,14 @@
 """The book: what was saved, where, in which order, and therefore which answers a restart may give.
 
-It knows nothing of epochs, slots, manifests or votes. Each save has a value that no other save has, and values grow in
-the order of saving. What a kill leaves unknown is `MAYBE`: the book then allows each answer that one of the outcomes
-allows, and never one that none does.
+It knows nothing of epochs, slots, manifests or votes. Each save has a value of its own, and values grow in the order of
+saving. What a kill leaves unknown is `MAYBE`: the book then allows what one of the outcomes allows.
 
 Rules:
 - The newest save is the one made last on this branch. A higher number of a step does not make a save newer.
-- A save is one value on all processes. A value that is joined from two saves is not in the book.
-- A root that was removed and made again is another root: the saves of the first one are no answers.
-- A backup that was put back is the same root as it was then. Runs that it does not know of are no answers.
-- A run that could not record itself in the root is an answer only while no other run has begun.
+- A restore gives one value on all processes.
+- A root that was removed and made again is another root: no answer is a save of the first one.
+- A backup that was put back is the same root as it was then. No answer is of a run that it does not know of.
+- A run that could not record itself in the root may be an answer only while no other run has begun.
 - A save after the restore of an older one begins a branch: later saves of the branch before are abandoned.
 - A deleted save does not return, on whatever host it lay.
 - A tier keeps its `keep` newest saves, in the order of saving.
@@ -18,7 +17,6 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +41,7 @@ class Segment:
 
 @dataclass(slots=True, kw_only=True)
 class Root:
-    """A durable root as it is now; a backup is a copy of this record."""
+    """A durable root as it is now. A copy of the root is a copy of this record."""
 
     identity: int
     segments: list[Segment] = field(default_factory=list)
@@ -67,14 +65,17 @@ class Save:
     peer: int = NO
     peers_lost: set[str] = field(default_factory=set)  # hosts that have lost the copies that they kept
 
+    def shares(self, tier: str) -> Iterator[tuple[str, int]]:
+        """The host of each process, and whether its share is in a tier there."""
+        return zip(self.hosts, self.fast.get(tier, ()), strict=False)
+
     def held(self, hosts: Collection[str], tiers: Collection[str], place: str) -> int:
         """Whether these hosts have all of it in these fast tiers."""
         most = YES if place == self.place else MAYBE
         shares = [NO] * len(self.hosts)
-        for tier in set(tiers) & set(self.fast):
-            for process, host in enumerate(self.hosts):
-                if host in hosts:
-                    shares[process] = max(shares[process], min(most, self.fast[tier][process]))
+        for tier in tiers:
+            for process, (host, found) in enumerate(self.shares(tier)):
+                shares[process] = max(shares[process], min(most, found) if host in hosts else NO)
         found = min(shares) if self.sharded else max(shares)
         if PEER in tiers and self.peer:
             gone = {host for host in self.hosts if host not in hosts or host in self.peers_lost}
@@ -91,7 +92,7 @@ class Run:
 
     number: int
     hosts: tuple[str, ...]
-    tiers: tuple[str, ...]
+    tiers: Sequence[str]
     keep: dict[str, int | None]
     sharded: bool
     root: Root
@@ -100,7 +101,6 @@ class Run:
     base: int = 0
     restored: bool = False  # and not saved since
     writable: bool = True
-    alone: bool = False  # its segment could not be recorded
     in_flight: list[int] = field(default_factory=list)
 
 
@@ -110,40 +110,19 @@ class Book:
     def __init__(self) -> None:
         self.saves: dict[int, Save] = {}
         self.roots: dict[str, Root] = {}  # by path
-        self.backups: list[Root] = []
-        self._unrecorded: dict[int, Segment] = {}
+        self._unrecorded: set[int] = set()
         self._count = 0
         self._last = 0
 
     # What happens between runs.
 
-    def remove_root(self, place: str) -> None:
-        """`rm -r ROOT`."""
-        self.roots.pop(place, None)
-
-    def copy_root(self, source: str, target: str) -> None:
-        """`cp -r ROOT OTHER`, where nothing was."""
-        self.roots[target] = deepcopy(self.roots[source])
-
-    def back_up(self, place: str) -> None:
-        """`cp -r ROOT BACKUP`."""
-        self.backups.append(deepcopy(self.roots[place]))
-
-    def put_back(self, number: int, place: str) -> None:
-        """`rm -r ROOT; cp -r BACKUP ROOT`."""
-        self.roots[place] = deepcopy(self.backups[number])
-
     def lose(self, host: str, tiers: Collection[str]) -> None:
         """A host loses what it holds in these tiers: it was rebooted (ram), or replaced (all)."""
         for save in self.saves.values():
             for tier in set(tiers) & set(save.fast):
-                save.fast[tier] = [NO if at == host else found for at, found in self._shares(save, tier)]
+                save.fast[tier] = [NO if at == host else found for at, found in save.shares(tier)]
             if RAM in tiers:
                 save.peers_lost.add(host)
-
-    @staticmethod
-    def _shares(save: Save, tier: str) -> Iterator[tuple[str, int]]:
-        return zip(save.hosts, save.fast[tier], strict=True)
 
     # What a run does.
 
@@ -151,11 +130,8 @@ class Book:
         """A run starts. A root that is not there is made."""
         self._count += 1
         root = self.roots.setdefault(place, Root(identity=self._count))
-        tiers = tuple(config["tiers"])
-        return Run(
-            number=self._count, hosts=tuple(hosts), tiers=tiers, keep=config["keep"], sharded=config["sharded"],
-            root=root, place=place,
-        )  # fmt: skip
+        settings = {name: config[name] for name in ("tiers", "keep", "sharded")}
+        return Run(number=self._count, hosts=tuple(hosts), root=root, place=place, **settings)
 
     def restored(self, run: Run, value: int | None) -> None:
         """The run has restored this save: its next save continues from there."""
@@ -163,11 +139,7 @@ class Book:
 
     def begin_save(self, run: Run, value: int, step: int) -> None:
         """A process has called `save`."""
-        if run.segment is None:
-            self._count += 1
-            run.segment = Segment(number=self._count, run=run.number, base=run.base, began=value, status=MAYBE)
-            run.root.segments.append(run.segment)
-            run.alone = False
+        run.segment = run.segment or self._begin(run, value)
         self.saves[value] = Save(
             value=value, step=step, root=run.root.identity, place=run.place, run=run.number,
             segment=run.segment.number, hosts=run.hosts, sharded=run.sharded,
@@ -180,6 +152,12 @@ class Book:
         for tier in run.tiers:
             self._prune(run, self.saves[value], tier, certain=False)
 
+    def _begin(self, run: Run, began: float) -> Segment:
+        self._count += 1
+        segment = Segment(number=self._count, run=run.number, base=run.base, began=began, status=MAYBE)
+        run.root.segments.append(segment)
+        return segment
+
     def end_save(self, run: Run, value: int, *, taken: bool) -> None:
         """`save` has returned on all processes."""
         if taken:
@@ -188,60 +166,45 @@ class Book:
         run.in_flight.remove(value)
         del self.saves[value], run.root.durable[value]
         if run.segment is not None and run.segment.began == value:
-            if run.segment in run.root.segments:
-                run.root.segments.remove(run.segment)
+            run.root.segments.remove(run.segment)
             run.segment = None
 
     def settled(self, run: Run, found: dict[int, Collection[str]]) -> None:
         """All saves are in their tiers: `found` has the tiers of each step, as the manager reports them."""
         for value in run.in_flight:
-            save, again = self.saves[value], [v for v in run.in_flight if self.saves[v].step == self.saves[value].step]
-            tiers = found.get(save.step, ()) if value == again[-1] else ()
+            save = self.saves[value]
+            is_last = not any(self.saves[v].step == save.step for v in run.in_flight if v > value)
+            tiers = found.get(save.step, ()) if is_last else ()
             run.root.durable[value] = YES if DURABLE in tiers else NO
             for tier in save.fast:
                 save.fast[tier] = [YES if tier in tiers else MAYBE] * len(save.hosts)
             save.peer = YES if PEER in tiers and len(set(save.hosts)) > 1 else save.peer
-            self._record(run, tiers)
+            segment = run.segment
+            if segment and (DURABLE in tiers or (tiers and run.writable and segment.number not in self._unrecorded)):
+                segment.status = YES
+                self._unrecorded.discard(segment.number)
+            elif segment and tiers and segment.status != YES:
+                self._unrecorded.add(segment.number)
             for tier in tiers:
                 self._prune(run, save, tier, certain=True)
         run.in_flight.clear()
 
-    def _record(self, run: Run, tiers: Collection[str]) -> None:
-        segment = run.segment
-        if segment is None or not tiers or segment.status == YES:
-            return
-        if DURABLE in tiers or (run.writable and not run.alone):
-            segment.status = YES
-            self._unrecorded.pop(segment.number, None)
-        elif not run.writable:
-            run.alone = True
-            self._unrecorded[segment.number] = segment
-            if segment in run.root.segments:
-                run.root.segments.remove(segment)
-        if (run.writable or DURABLE in tiers) and segment not in run.root.segments:
-            run.root.segments.append(segment)
-
     def deleted(self, run: Run, step: int, *, certain: bool) -> None:
         """The run has deleted a step."""
-        found = self.candidates(run)
-        for save, status in found:
-            if save.step == step:
-                run.root.deleted[save.value] = YES if certain else MAYBE
-                run.root.durable[save.value] = NO if certain else min(MAYBE, run.root.durable.get(save.value, NO))
-                run.restored &= save.value != run.base
-            for old, _ in found if save.step == step and status == MAYBE else ():  # it may have replaced them
-                run.root.durable[old.value] = min(MAYBE, run.root.durable.get(old.value, NO))
+        found, durable = self.candidates(run), run.root.durable
+        for save, status in [(save, status) for save, status in found if save.step == step]:
+            run.root.deleted[save.value] = YES if certain else MAYBE
+            durable[save.value] = min(NO if certain else MAYBE, durable.get(save.value, NO))
+            run.restored &= save.value != run.base
+            for old, _ in found if status == MAYBE else ():  # it may have replaced them
+                durable[old.value] = min(MAYBE, durable.get(old.value, NO))
                 self._weaken(old, run.tiers, old.hosts)
 
     def closed(self, run: Run) -> None:
         """The run has ended by `close`, which may copy the restored step to the root."""
         if run.restored and run.base:
             run.root.durable[run.base] = max(MAYBE, run.root.durable.get(run.base, NO))
-            self._count += 1
-            began = self._last + 0.5
-            run.root.segments.append(
-                Segment(number=self._count, run=run.number, base=run.base, began=began, status=MAYBE)
-            )
+            self._begin(run, self._last + 0.5)
 
     def _prune(self, run: Run, save: Save, tier: str, *, certain: bool) -> None:
         """A tier has taken a save: what is not among the newest there may be gone."""
@@ -265,7 +228,7 @@ class Book:
     @staticmethod
     def _weaken(save: Save, tiers: Collection[str], hosts: Collection[str]) -> None:
         for tier in set(tiers) & set(save.fast):
-            save.fast[tier] = [min(f, MAYBE) if host in hosts else f for host, f in Book._shares(save, tier)]
+            save.fast[tier] = [min(f, MAYBE) if host in hosts else f for host, f in save.shares(tier)]
         if PEER in tiers and set(hosts) & set(save.hosts):
             save.peer = min(save.peer, MAYBE)
 
@@ -295,12 +258,9 @@ class Book:
         """The saves that a restart may give, newest first, and whether it has them for sure."""
         found = []
         for save in sorted(self.saves.values(), key=lambda each: -each.value):
-            held = run.root.durable.get(save.value, NO)
-            if not durable_only:
-                held = max(held, save.held(run.hosts, run.tiers, run.place))
-            status = min(held, self._stands(save, run.root))
-            if status > NO:
-                found.append((save, status))
+            fast = NO if durable_only else save.held(run.hosts, run.tiers, run.place)
+            status = min(max(fast, run.root.durable.get(save.value, NO)), self._stands(save, run.root))
+            found += [(save, status)] if status > NO else []
         return found
 
     def answers(self, run: Run, *, step: int | None = None, durable_only: bool = False) -> list[Save | None]:
@@ -317,7 +277,9 @@ class Book:
         """The steps that `all_steps` must list, and those that it may list."""
         found = self.candidates(run)
         newest = {save.step: save for save, _ in reversed(found)}  # a step is listed once
-        unsure = max((save.value for save, status in found if status == MAYBE), default=0)  # it may have replaced others
+        unsure = max(
+            (save.value for save, status in found if status == MAYBE), default=0
+        )  # it may have replaced others
         must = set[int]()
         for save, status in found:
             if status == YES and save.value > unsure:
@@ -333,13 +295,9 @@ class Book:
         know. A person is told of them at the start."""
         foreign = unknown = False
         for save in self.saves.values():
-            held = any(
-                found == YES and host in run.hosts
-                for tier in set(run.tiers) & set(save.fast)
-                for host, found in self._shares(save, tier)
-            )
-            if held and save.place == run.place:
-                foreign |= save.root != run.root.identity
+            shares = [share for tier in run.tiers for share in save.shares(tier)]
+            if save.place == run.place and any(found == YES and host in run.hosts for host, found in shares):
                 known = save.segment in self._unrecorded or self._known(save, run.root) > NO
+                foreign |= save.root != run.root.identity
                 unknown |= save.root == run.root.identity and not known
         return foreign, unknown

@@ -168,7 +168,9 @@ class _Drawing:
     def _acts(self) -> Sequence[Event]:
         rng, some = self._rng, self._rng.randrange(4)
         settle = [("settle",)] if rng.random() < 0.75 else []
-        match rng.choice(("save",) * 9 + ("lower",) * 2 + ("again", "delete", "resave", "back", "newest", "io", "copy")):
+        match rng.choice(
+            ("save",) * 9 + ("lower",) * 2 + ("again", "delete", "resave", "back", "newest", "io", "copy")
+        ):
             case "save":
                 return [self._save("next", rng.random() < 0.2), *settle]
             case "lower":

@@ -113,7 +113,7 @@ class Job:
 def _child(process: int, count: int, port: int, orders: int, answers: int) -> None:
     from tests.book import process as module
 
-    module._CLOCK.install()
+    module.CLOCK.install()
 
     def answer(record: dict[str, Any]) -> None:
         os.write(answers, json.dumps(record).encode() + b"\n")

@@ -12,7 +12,7 @@ from unittest import mock
 
 from ckptkit.durable.lifecycle import root_record
 from ckptkit.durable.lifecycle.epochs import Ancestry, Rollback
-from ckptkit.manager import opening
+from ckptkit.manager import build, opening
 from ckptkit.model.manifest import ID_CHARS, SaveId
 from ckptkit.model.tiers import KeepNewest
 from ckptkit.restore import local_tiers
@@ -23,12 +23,12 @@ _SAME = "0" * ID_CHARS
 
 def _roots_are_alike() -> Any:
     """Every root has the same id: a root that is made again is the one before."""
-    return mock.patch.object(root_record, "new_id", lambda: _SAME)
+    return mock.patch.object(root_record, "new_id", return_value=_SAME)
 
 
 def _runs_are_alike() -> Any:
     """Every run has the same id."""
-    return mock.patch.object(opening, "new_id", lambda: _SAME)
+    return mock.patch.object(opening, "new_id", return_value=_SAME)
 
 
 def _shares_are_joined() -> Any:
@@ -37,8 +37,11 @@ def _shares_are_joined() -> Any:
     def numbers(save: SaveId) -> tuple[int, int, int]:
         return save.epoch, save.step, save.number
 
+    def is_equal(save: SaveId, other: Any) -> bool:
+        return isinstance(other, SaveId) and numbers(save) == numbers(other)
+
     return _all(
-        mock.patch.object(SaveId, "__eq__", lambda self, other: numbers(self) == numbers(other)),
+        mock.patch.object(SaveId, "__eq__", is_equal),
         mock.patch.object(SaveId, "__hash__", lambda self: hash(numbers(self))),
         _runs_are_alike(),
         _roots_are_alike(),
@@ -57,7 +60,7 @@ def _latest_is_highest() -> Any:
 
 def _names_are_not_counted() -> Any:
     """A second save of a step has the names of the first one's exchanges."""
-    return mock.patch.object(Calls, "enter", lambda self, step: 0)
+    return mock.patch.object(Calls, "enter", return_value=0)
 
 
 def _ranks_alone() -> Any:
@@ -72,12 +75,12 @@ def _ranks_alone() -> Any:
 
 def _nothing_is_abandoned() -> Any:
     """A rollback abandons nothing."""
-    return mock.patch.object(Rollback, "abandons", lambda self, save: False)
+    return mock.patch.object(Rollback, "abandons", return_value=False)
 
 
 def _every_run_is_known() -> Any:
     """Saves of runs that the root does not know of are candidates."""
-    return mock.patch.object(Ancestry, "disowned", lambda self, save: False)
+    return mock.patch.object(Ancestry, "disowned", return_value=False)
 
 
 def _unrecorded_for_ever() -> Any:
@@ -93,8 +96,8 @@ def _unrecorded_for_ever() -> Any:
 def _nobody_is_told() -> Any:
     """A start names neither saves of another root nor those of runs that the root does not know."""
     return _all(
-        mock.patch.object(opening, "warn_of_other_roots", lambda *_: None),
-        mock.patch.object(opening, "warn_of_unrecorded", lambda *_: None),
+        mock.patch.object(build, "warn_of_other_roots"),
+        mock.patch.object(build, "warn_of_unrecorded"),
     )
 
 

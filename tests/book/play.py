@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +80,12 @@ class _RunCheck:
         latest = views[0]["latest"]
         run.base = next((save.value for save in self._book.answers(run) if save and save.step == latest), 0)
         lines = [text for each in opened for level, text in each["lines"] if level >= logging.WARNING]
-        for is_held, what, word in zip(self._book.strangers(run), ("another root", "a run that the root does not know"), ("another root", "does not know"), strict=True):
+        for is_held, what, word in zip(
+            self._book.strangers(run),
+            ("another root", "a run that the root does not know"),
+            ("another root", "does not know"),
+            strict=True,
+        ):
             if is_held and not any(word in line for line in lines):
                 raise Disagreement(f"no warning that the hosts hold saves of {what}; the warnings are {lines}")
 
@@ -129,7 +135,9 @@ class _RunCheck:
         self._book.restored(run, int(values[0]))
         expected = self._book.saves[int(values[0])].step
         if any(each["latest"] != expected for each in results):
-            raise Disagreement(f"after restore({step}) latest_step is {[each['latest'] for each in results]}, not {expected}")
+            raise Disagreement(
+                f"after restore({step}) latest_step is {[each['latest'] for each in results]}, not {expected}"
+            )
 
     def _save(self, run: Run, act: Event, begun: Any, results: list[Any], is_done: bool) -> None:
         _, _, force, value = act
@@ -165,7 +173,9 @@ class _RunCheck:
             return
         if results[0]["error"]:
             raise Disagreement(f"wait_until_finished raised {results[0]['error']}")
-        first = RAM if RAM in run.tiers else DURABLE if not run.tiers else None  # it takes each save that is not skipped
+        first = (
+            RAM if RAM in run.tiers else DURABLE if not run.tiers else None
+        )  # it takes each save that is not skipped
         if saved and first and not any(first in found.get(step, ()) for step in saved):
             raise Disagreement(f"steps {saved} were saved, and the tiers hold {found}")
         self._check_view(run, results, "after the last save")
@@ -184,8 +194,7 @@ class _RunCheck:
     def _back_up(self, run: Run, act: Event, begun: Any, results: list[Any], is_done: bool) -> None:
         del act, begun, results
         if is_done:
-            self._book.back_up(run.place)
-            self._world.backups += 1
+            self._world.backed_up(self._book)
         else:
             shutil.rmtree(self._world.backup(self._world.backups), ignore_errors=True)
 
@@ -230,5 +239,5 @@ def _without_copies(found: dict[str, list[str]]) -> dict[str, list[str]]:
     return {step: each for step, each in tiers.items() if each}
 
 
-def _words(steps: set[int | None]) -> str:
+def _words(steps: Collection[int | None]) -> str:
     return " or ".join("none" if step is None else str(step) for step in sorted(steps, key=lambda each: each or 0))

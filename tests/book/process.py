@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ckptkit
-from tests.book.book import DURABLE, PEER, RAM, SSD
+from tests.book.book import DURABLE, PEER, RAM
 from tests.book.world import set_writable
 
 KILLED = 9
@@ -72,7 +73,7 @@ class _Run:
         acts = [tuple(act) for act in order["acts"]]
         while acts and acts[0][0] in ("clock", "kill"):  # before the manager is made
             self._act(None, acts.pop(0))
-        with _CLOCK.moved(0):
+        with CLOCK.of_a_run():
             manager = self._open()
             self._answer({"opened": self._view(manager), "lines": self._lines[:]})
             for act in acts:
@@ -163,7 +164,9 @@ class _Run:
             error = f"{type(caught).__name__}: {caught}"
         with suppress(ckptkit.CheckpointError):
             manager.check_for_errors()
-        found = {record.step: sorted(record.tiers) for record in manager.steps() if not getattr(record, "rejected", None)}
+        found = {
+            record.step: sorted(record.tiers) for record in manager.steps() if not getattr(record, "rejected", None)
+        }
         return {"found": found, "error": error, **self._view(manager)}
 
     def _delete(self, manager: Any, which: int) -> Any:
@@ -183,22 +186,22 @@ class _Run:
             self._kill_after = after
 
     def _clock(self, _: Any, seconds: float) -> None:
-        _CLOCK.offset_s = seconds
+        CLOCK.offset_s = seconds
 
     def _slow(self, _: Any) -> None:
         """Renames, by which the storage commits, take long."""
-        _CLOCK.slow = True
+        CLOCK.slow = True
 
     def _read_only(self, _: Any) -> bool:
-        return self._alone(lambda: self._order["disk"] is not None and set_writable(self._order["disk"], writable=False))
+        return self._alone(
+            lambda: self._order["disk"] is not None and set_writable(self._order["disk"], writable=False)
+        )
 
     def _writable(self, _: Any) -> bool:
         return self._alone(lambda: self._order["disk"] is not None and set_writable(self._order["disk"], writable=True))
 
     def _back_up(self, _: Any) -> bool:
         def copy() -> bool:
-            import shutil
-
             shutil.copytree(
                 self._order["root"], os.path.join(self._order["backups"], str(self._order["backup"])), symlinks=True
             )
@@ -220,7 +223,8 @@ class _Run:
 
             self._barriers += 1
             name = f"book/{self._order['number']}/{self._barriers}"
-            distributed.global_state.client.wait_at_barrier(name, 60_000)
+            client: Any = distributed.global_state.client
+            client.wait_at_barrier(name, 60_000)
 
     def _view(self, manager: Any) -> dict[str, Any]:
         return {"latest": manager.latest_step(), "all": list(manager.all_steps())}
@@ -262,19 +266,14 @@ class _Clock:
 
     def __init__(self) -> None:
         self.offset_s, self.slow = 0.0, False
-        self._rename = os.rename, os.replace
 
-    def moved(self, offset_s: float) -> Any:
-        from contextlib import contextmanager
-
-        @contextmanager
-        def block() -> Any:
-            try:
-                yield
-            finally:
-                self.offset_s, self.slow = offset_s, False
-
-        return block()
+    @contextmanager
+    def of_a_run(self) -> Iterator[None]:
+        """Ends with the run what its acts have changed."""
+        try:
+            yield
+        finally:
+            self.offset_s, self.slow = 0.0, False
 
     def install(self) -> None:
         """Replaces the functions of this process."""
@@ -293,5 +292,4 @@ class _Clock:
         return call
 
 
-_CLOCK = _Clock()
-__all__ = ["KILLED", "SSD", "serve"]
+CLOCK = _Clock()

@@ -6,10 +6,11 @@ import ctypes
 import os
 import shutil
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from tests.book.book import RAM, SSD, Book
+from tests.book.book import RAM, SSD, Book, Root
 from tests.book.history import PLACES, Event
 
 _RDONLY, _REMOUNT, _DETACH = 1, 32, 2  # of mount(2) and umount2(2)
@@ -40,7 +41,8 @@ class World:
         self.top = Path(tempfile.mkdtemp(prefix="ckptkit-book-", dir=MEMORY if os.path.isdir(MEMORY) else None))
         self.disk = self.top / "disk"
         self.disk.mkdir()
-        self.place, self.backups, self._mounted = PLACES[0], 0, mounted
+        self.place, self._mounted = PLACES[0], mounted
+        self._backups: list[Root] = []
         if mounted and _libc.mount(b"tmpfs", bytes(self.disk), b"tmpfs", 0, b"size=256m"):
             raise OSError(ctypes.get_errno(), "mount")
 
@@ -59,6 +61,15 @@ class World:
     def root(self) -> Path:
         """The root that the next run uses."""
         return self.disk / self.place
+
+    @property
+    def backups(self) -> int:
+        """How many backups there are."""
+        return len(self._backups)
+
+    def backed_up(self, book: Book) -> None:
+        """The root was copied to the next backup."""
+        self._backups.append(deepcopy(book.roots[self.place]))
 
     def backup(self, number: int) -> Path:
         """Where a backup is."""
@@ -88,24 +99,21 @@ class World:
             case "put back" if rest[0] < self.backups:
                 shutil.rmtree(self.root, ignore_errors=True)
                 shutil.copytree(self.backup(rest[0]), self.root, symlinks=True)
-                book.put_back(rest[0], place)
+                book.roots[place] = deepcopy(self._backups[rest[0]])
             case "remove" if self.root.exists():
                 shutil.rmtree(self.root)
-                book.remove_root(place)
+                book.roots.pop(place, None)
             case "back up" if self.root.exists():
                 shutil.copytree(self.root, self.backup(self.backups), symlinks=True)
-                self.backups += 1
-                book.back_up(place)
+                self.backed_up(book)
             case "copy" if self.root.exists():  # the run goes on in the copy
                 shutil.rmtree(self.disk / other, ignore_errors=True)
                 shutil.copytree(self.root, self.disk / other, symlinks=True)
-                book.copy_root(place, other)
+                book.roots[other] = deepcopy(book.roots[place])
                 self.place = other
             case "move" if self.root.exists():
                 shutil.rmtree(self.disk / other, ignore_errors=True)
                 self.root.rename(self.disk / other)
-                book.copy_root(place, other)
-                book.remove_root(place)
+                book.roots[other] = deepcopy(book.roots[place])
+                book.roots.pop(place, None)
                 self.place = other
-
-
