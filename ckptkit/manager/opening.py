@@ -66,7 +66,7 @@ def epoch_records(url: str, events: EventLog) -> EpochRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstLook:
-    """What process 0 found in the durable root, and the random id that it drew for this run."""
+    """The records of the durable root, and the random id of this run, both from process 0."""
 
     ancestry: Ancestry
     root: RootRecord
@@ -105,8 +105,8 @@ def first_look(
 
 
 def _root_of(epochs: EpochRecords, ancestry: Ancestry, url: str, options: ocp.CheckpointManagerOptions) -> RootRecord:
-    """The record of the root. One without an id gets one, but for a manager that only reads; where the options do not
-    ask for a root, it has to be there, and may be one that cannot be written."""
+    """The record of the root. A root without an id gets one, except by a manager that only reads. If the options do
+    not ask for a root, it has to exist, and it may be read-only."""
     if options.create and not options.read_only:
         return epochs.root_record(ancestry, create=True)
     is_there = not properties_of(url).file_system or os.path.isdir(url.removeprefix("file://"))

@@ -62,7 +62,7 @@ def test_damaged_or_missing_id_comes_from_the_epoch_record() -> None:
 
 
 def test_damaged_id_without_an_epoch_record_is_refused() -> None:
-    """A root would change its id, and nothing would tell why its tiers are gone."""
+    """A root would change its id, and its tiers would be ignored without a reason."""
     store = MemoryStore("gs://b/run")
     opened(store)
     store.put(paths.ROOT_KEY, b"{")
@@ -82,7 +82,7 @@ def save_of(epoch: int, run: str, *, after: str = "", root: str = ROOT, number: 
         (save_of(2, R3, after=f"1-{R1}"), False, False),  # another run has recorded since
         (save_of(3, R3, after=f"1-{R1}"), False, False),
         (save_of(3, R3, after=f"2-{R2}"), True, False),
-        (save_of(2, R3), False, True),  # of a record that is gone
+        (save_of(2, R3), False, True),  # of a record that the root lacks
         (save_of(7, R3), False, True),
         (save_of(2, R2, root=new_id()), False, False),
         (SaveId(2, 10, 0), True, False),  # of an earlier format
@@ -133,7 +133,7 @@ def save(manager: Any, *steps: int) -> None:
 
 
 def as_earlier_format(home: Path) -> None:
-    """What the format before ids had: no root record, no names in manifests and epoch records."""
+    """Rewrites the files as the format before ids had them: no root record, no names in manifests and epoch records."""
     (job,) = (home / "ram").iterdir()
     job.rename(job.with_name(job.name.rpartition("-")[0]))
     (home / "root" / paths.ROOT_KEY).unlink()

@@ -101,7 +101,7 @@ class Ancestry:
         return any(step > rollback.step for rollback in self.rollbacks)
 
     def disowned(self, save: SaveId) -> bool:
-        """Whether a save in a fast tier is of no run of this branch. Says nothing of durable steps: they are here.
+        """Whether a save in a fast tier is of no run of this branch. Not for durable steps, which are in the root.
 
         The run that made it is the one that recorded its epoch here; or it could not record its epoch, and no run has
         recorded one since. A save of an earlier format names no run.
