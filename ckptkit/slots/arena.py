@@ -3,6 +3,9 @@
 Order is sacred. Writing: unlink the slot's manifest, sync the directory (disk), overwrite the bytes, sync them,
 rename the new manifest into place, sync the directory. A manifest therefore never names bytes that are not its own.
 Last, `newest.json` names the save: so that a manifest which is lost later is missed.
+
+A slot is the file that its directory names. One that was unlinked, replaced or hidden by a mount takes no commit, and
+`acquire` makes it anew.
 """
 
 from __future__ import annotations
@@ -19,11 +22,20 @@ from typing import Final, Protocol, TypeVar, final
 
 import numpy as np
 
-from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.errors import CheckpointError, StoreFullError, TierUnusableError
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId, refuse_unreadable
 from ckptkit.slots import files as slot_files
-from ckptkit.slots.files import LESS_ON_MOUNT, allocated, map_file, remove_slots, take_directory, whole_pages
+from ckptkit.slots.files import (
+    LESS_ON_MOUNT,
+    FileIdentity,
+    allocated,
+    identity_of,
+    map_file,
+    remove_slots,
+    take_directory,
+    whole_pages,
+)
 from ckptkit.slots.host_memory import HostMemory, Room, mount_room, refuse_beyond
 from ckptkit.slots.latest_pointer import Newest
 from ckptkit.slots.reader import manifest_name_of, read_manifests
@@ -102,6 +114,8 @@ class Arena:
         self._slots = [Slot(paths.slot_name(i), np.empty(0, np.uint8)) for i in range(slots)]
         self._maps: dict[str, mmap.mmap] = {}  # of slots in memory
         self._files: dict[str, DiskFile] = {}  # of slots on a disk
+        self._made: dict[str, FileIdentity | None] = {}  # the files of slots, and the lock: as they were taken
+        self.on_lost: Callable[[CheckpointError], None] = lambda error: None  # told what `acquire` made anew
         self.method: Method = "direct"  # how these are written, where the file system allows it
         self._probed = False
         self._protected: dict[str, frozenset[SaveId]] = {}  # by the reason
@@ -109,6 +123,7 @@ class Arena:
         self._retired: list[Slot] = []  # beyond today's count: they stay while what they hold is protected
         self._newest = Newest(directory, synced=synced) if directory is not None else None
         if directory is not None:
+            self._made[paths.LOCK_NAME] = identity_of(directory / paths.LOCK_NAME)
             self._take_over(directory, keeps_found)
         if memory is not None:
             memory.add_taker(lambda: sum(map(self._allocated_bytes, self._slots)))
@@ -208,6 +223,7 @@ class Arena:
                     return None
                 slot.leases = 1
             try:
+                self._renew(slot)
                 self._grow(slot, size_bytes)  # before its save is forgotten: what cannot grow keeps what it has
                 self._forget(slot)
             except StoreFullError as error:
@@ -229,10 +245,13 @@ class Arena:
     def commit(self, slot: Slot, save_id: SaveId, manifest: bytes) -> None:
         """Makes `manifest`, of `save_id` and of this slot's name, the truth about `slot`.
 
-        Data is synced first (disk), then the manifest, then its name.
+        Data is synced first (disk), then the manifest, then its name. Raises `TierUnusableError` if the slot's file is
+        no longer in its directory.
         """
         if self._store is not None:
             refuse_unreadable(len(manifest))
+            if (lost := self._lost([slot])) is not None:
+                raise lost  # the manifest would name other bytes; `acquire` makes the slot anew
             if slot.name in self._files:
                 contents, slot.contents = slot.contents, UNKNOWN
                 self._files[slot.name].sync()  # a later sync does not write what a failed one has lost
@@ -356,6 +375,49 @@ class Arena:
                 shutil.rmtree(directory / name, ignore_errors=True)
         self._drop_retired()
 
+    def _lost(self, slots: Iterable[Slot]) -> TierUnusableError | None:
+        """The error of slots, or of the lock, whose files are no longer those of the directory. Cost: a `stat` each."""
+        if self.directory is None:
+            return None
+        names = [paths.LOCK_NAME, *(slot.name for slot in slots)]
+        gone = [n for n in names if (made := self._made.get(n)) and identity_of(self.directory / n) != made]
+        if not gone:
+            return None
+        return TierUnusableError(
+            f"tier directory {self.directory} has lost {', '.join(gone)}: something removed or replaced these files "
+            "while the job ran. Exempt the directory from cleaners, set RemoveIPC=no in logind.conf for a job of a "
+            "login user, and mount nothing over it",
+            path=str(self.directory),
+        )
+
+    def _renew(self, own: Slot) -> None:
+        """Takes the directory again, and forgets lost slots, but those leased by others than the caller, who has `own`.
+        They are made anew when they are needed. Tells `on_lost`."""
+        with self._changed:
+            slots = [*self._slots, *self._retired]
+            lost = self._lost(slots)
+            if lost is None or self.directory is None:
+                return
+            self._retake(self.directory)
+            there = {manifest.slot: manifest.save_id for manifest in self.manifests()}
+            for slot in slots:
+                if (slot is own or not slot.leases) and self._lost([slot]) is not None:
+                    self._unmap(slot)
+                    slot.contents = UNKNOWN
+                    del self._made[slot.name]
+                    self._forget(slot)  # a manifest that outlived its bytes goes too
+                elif there.get(slot.name) != slot.save_id:
+                    slot.save_id = None
+        self.on_lost(lost)
+
+    def _retake(self, directory: Path) -> None:
+        """Holds the lock of the directory that has the name now."""
+        if self._lock_fd is None or identity_of(directory / paths.LOCK_NAME) == self._made[paths.LOCK_NAME]:
+            return
+        fd = slot_files.retake(directory, synced=self.synced)
+        slot_files.give_up(self._lock_fd)
+        self._lock_fd, self._made[paths.LOCK_NAME] = fd, identity_of(directory / paths.LOCK_NAME)
+
     def _drop_retired(self) -> None:
         for slot in [s for s in self._retired if s.leases == 0 and s.save_id not in self.protected]:
             with suppress(CheckpointError, OSError):  # a disk that fails: the next `protect` tries again
@@ -392,6 +454,7 @@ class Arena:
         if self.synced and self.directory is not None:
             self._unmap(slot)
             self._files[slot.name] = allocated(DiskFile, self.directory / slot.name, size_bytes)
+            self._made[slot.name] = identity_of(self.directory / slot.name)
             sync_directory(self.directory)  # no manifest may reach the disk before the name of its slot
             slot.memory = self._files[slot.name].memory
             return
@@ -399,6 +462,7 @@ class Arena:
             mapping = mmap.mmap(-1, size_bytes)
         else:
             mapping = allocated(map_file, self.directory / slot.name, size_bytes)
+            self._made[slot.name] = identity_of(self.directory / slot.name)
         self._maps[slot.name] = mapping
         slot.memory = np.frombuffer(mapping, np.uint8)
         populate(slot.memory, turn)  # an old kernel cannot: pages are faulted in by the first copy then
