@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import stat
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from ckptkit.errors import TierUnusableError
 from ckptkit.model import paths
 from ckptkit.slots.host_memory import mount_room, store_full
+from ckptkit.slots.reader import readable_slot_directories
 from ckptkit.store.local import make_directory, sync_directory
 from ckptkit.store.quarantine import try_lock
 from ckptkit.util.disk_file import open_slot, refuse_other_owner
@@ -21,6 +23,7 @@ from ckptkit.util.pages import PAGE_BYTES
 
 _T = TypeVar("_T")
 _held = set[int]()  # descriptors of directories that were taken
+_OF_PROCESS = re.compile(r"([0-9]+|buddy-[0-9]+-[0-9]+)(\.[0-9]+)?")  # a directory that `take_directory` made
 LESS_ON_MOUNT = "give fewer slots (`slots` or `keep` of the tier, `in_flight_max`), or leave this tier out"
 
 
@@ -36,6 +39,28 @@ def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, in
         if (fd := _taken(directory, synced=synced)) is not None:
             return directory, fd
     raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
+
+
+def take_left(host_dir: Path) -> Iterator[tuple[Path, int]]:
+    """The directories of processes that ended, each with the descriptor whose `flock` holds it from now on.
+
+    One that a live process holds, or another user owns, stays as it is. To be called when every process of this host
+    has taken its own.
+    """
+    for directory in readable_slot_directories(host_dir):
+        if _OF_PROCESS.fullmatch(directory.name):
+            with suppress(TierUnusableError):
+                if (fd := _taken(directory, synced=False)) is not None:
+                    yield directory, fd
+
+
+def remove_directory(directory: Path, fd: int) -> None:
+    """Deletes a directory that `fd` holds: its manifests first, then its slots and the lock."""
+    remove_slots(directory)
+    (directory / paths.LOCK_NAME).unlink(missing_ok=True)
+    with suppress(OSError):  # another process has begun to take it, or a file is not ours
+        directory.rmdir()
+    give_up(fd)
 
 
 def retake(directory: Path, *, synced: bool) -> int:
@@ -64,6 +89,9 @@ def _taken(directory: Path, *, synced: bool) -> int | None:
         opened.callback(os.close, fd)
         if not _locked(fd, directory):
             return None
+        status = os.fstat(fd)
+        if identity_of(directory / paths.LOCK_NAME) != (status.st_dev, status.st_ino):
+            return None  # its holder removed it meanwhile: this lock holds nothing
         opened.pop_all()
     _held.add(fd)
     return fd

@@ -123,9 +123,7 @@ def can_lock(path: Path) -> bool:
 
 @pytest.mark.parametrize("tier", ["ram", "ssd"])
 @pytest.mark.parametrize("lose", LOSSES)
-def test_lost_tier_is_reported_and_later_saves_restore(
-    tmp_path: Path, tier: str, lose: Callable[[Path], None]
-) -> None:
+def test_lost_tier_is_reported_and_later_saves_restore(tmp_path: Path, tier: str, lose: Callable[[Path], None]) -> None:
     events: list[ckptkit.Event] = []
     log = ckptkit.EventLog()
     log.observe(events.append)
