@@ -6,7 +6,8 @@ own copy, and, when a durable save is due (`durable_busy="wait"`), for the previ
 
 The copy runs on a thread of the pipeline while the caller waits for it. An exception that a signal raises in the caller
 (Ctrl-C) can interrupt the wait, and never the thread that holds a slot. The caller then takes its values back
-(`take_back`): a copy that has not begun never begins, the caller waits for one that has, and the save is dropped by vote.
+(`take_back`): a copy that has not begun never begins, the caller waits for one that has, and the save is dropped by
+vote.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job that continues on fewer or more processes of a host: the memory of the processes that are gone is used again."""
+"""A job that continues on fewer or more processes of a host: it uses the memory of the processes that have ended."""
 
 from __future__ import annotations
 

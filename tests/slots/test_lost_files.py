@@ -62,7 +62,7 @@ def test_lost_slot_takes_no_commit_and_is_made_anew(host: Path, lose: Callable[[
     assert slot is not None
     manifest = fill(slot, save_of(2), 2 * PAGE)
     lose(directory)
-    with pytest.raises(TierUnusableError, match="has lost .*slot-"):
+    with pytest.raises(TierUnusableError, match=r"has lost .*slot-"):
         commit(arena, slot, manifest)
     arena.release(slot)
     for step in (3, 4, 5, 6):
