@@ -190,10 +190,10 @@ def host_values(save: Save, digests: Mapping[int, Digests]) -> dict[str, str]:
 
 def differing_host_values(ballots: Sequence[Mapping[str, Any] | None]) -> dict[str, int]:
     """The items whose values in host memory are not those of process 0, each with the first process that differs."""
-    first, *others = [(ballot or {}).get("host") for ballot in ballots]
+    first, *others = [(ballot or {}).get("host") or {} for ballot in ballots]
     found: dict[str, int] = {}
     for process, values in enumerate(others, start=1):
-        for name in (first or {}).keys() & (values or {}).keys():
+        for name in first.keys() & values.keys():
             if first[name] != values[name]:
                 found.setdefault(name, process)
     return dict(sorted(found.items()))
