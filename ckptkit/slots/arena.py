@@ -503,9 +503,12 @@ class Arena:
             self._remove_empty()
 
     def _remove_empty(self) -> None:
-        """Removes the adopted directories that hold nothing, and releases their locks."""
+        """Removes the adopted directories that hold nothing, and releases their locks. A damaged manifest stays until
+        this run has committed: a restore has to report it."""
         for left in [each for each in self._adopted if not each.held()]:
             with suppress(CheckpointError, OSError):  # a disk that fails: the next `protect` tries again
+                if not self._has_committed and left.directory and any(left.directory.glob("step-*.json")):
+                    continue
                 if left.directory is not None and left._lock_fd is not None:
                     slot_files.remove_directory(left.directory, left._lock_fd)
                 self._adopted.remove(left)
