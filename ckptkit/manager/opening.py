@@ -242,6 +242,7 @@ def open_arenas(
                         slots=tier.slots_for(UNKNOWN_BYTES, in_flight_max),
                         synced=False,
                         memory=memory,
+                        processes=coordinator.count,
                     )
                 continue
             arenas[tier.name] = Arena.open(
@@ -251,6 +252,7 @@ def open_arenas(
                 synced=tier.medium == SSD,
                 memory=memory if tier.medium == RAM else None,
                 keeps_found=tier.keep is not None,
+                processes=coordinator.count,
             )
 
     try:
@@ -259,6 +261,10 @@ def open_arenas(
         for arena in arenas.values():
             arena.close()
         raise
+    if place == 0:  # of the host: every process of it holds its own directories now
+        for tier in tiers:
+            if tier.medium != PEER:
+                arenas[tier.name].adopt()
     return arenas
 
 

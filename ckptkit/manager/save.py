@@ -294,6 +294,8 @@ class Saver:
                     )
                 )
         except BaseException:
+            if call.handed_over:
+                call.handed_over = self._pipeline.take_back(ticket)
             if not by_orbax:
                 self._decider.not_taken(ticket.save_id.step)
             raise

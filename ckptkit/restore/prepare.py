@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
+
+import numpy as np
+from jax.dtypes import canonicalize_dtype
 
 from ckptkit.errors import UnsuitedSaveError, UntrustedStepError
 from ckptkit.job.coordination import Coordinator
@@ -19,6 +23,8 @@ from ckptkit.restore.plan import Candidate, RestorePlan, plan_restore
 from ckptkit.restore.request import RestoreRequest, SortedRequest, TreeAnswer, plain_answer, sorted_request, tree_answer
 from ckptkit.restore.tree import Target, targets_of
 from ckptkit.util.gc_pause import collection_paused
+
+_log = logging.getLogger("ckptkit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +86,7 @@ class Preparer:
             }
             answers = self._answers(save_id, holdings.manifests, asked, files)
             targets = self._targets(save_id, answers)
+            _warn_of_narrowing(save_id, targets)
             small = {item: arg for item, arg in asked.inline.items() if item not in files}
             inline = self._inline(holdings.manifests, small)
             plan = plan_restore(save_id, {target.key: target.form.boxes for target in targets}, holdings.sources)
@@ -169,3 +176,16 @@ class Preparer:
 def only_by_orbax(asked: SortedRequest) -> str:
     """Why fast tiers alone cannot give what was asked."""
     return f"only Orbax restores {sorted(asked.orbax)} in this form, and only from a durable step"
+
+
+def _warn_of_narrowing(save_id: SaveId, targets: Sequence[Target]) -> None:
+    """One warning where JAX makes 32-bit arrays of 64-bit ones that were saved, as stock Orbax lets it."""
+    forms = {form.dtype: form for _, form in targets if form.sharding is not None}
+    narrowed = [dtype for dtype in forms if canonicalize_dtype(dtype) != np.dtype(dtype)]
+    if narrowed:
+        (item, path), _ = next(target for target in targets if target.form is forms[narrowed[0]])
+        _log.warning(
+            "step %d: leaf %s of item %r is %s in the save, and %s in this process: JAX cuts 64-bit values while "
+            "jax_enable_x64 is off. Set JAX_ENABLE_X64=1, as in the process that saved, to get them whole",
+            *(save_id.step, ".".join(path), item, narrowed[0], canonicalize_dtype(narrowed[0])),
+        )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import hashlib
+import json
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
 from ckptkit.errors import CheckpointError
-from ckptkit.model.manifest import SaveId, Writer, custom_digest
+from ckptkit.model.manifest import FILES, SaveId, Writer, custom_digest
 from ckptkit.save.fence import EpochFence
 from ckptkit.save.flusher import Flusher
 from ckptkit.save.ledger import Branch
@@ -26,7 +28,7 @@ class Sealer:
 
     def __init__(self, tiers: SaveTargets, claim: EpochFence, writer: Writer, outcomes: Outcomes):
         self.tiers, self.outcomes = tiers, outcomes
-        self.claim, self._writer = claim, writer
+        self.claim, self._writer, self.processes = claim, writer, writer.count
 
     def commit(self, save: Save, slot: Slot, digests: Mapping[int, Digests]) -> SealedSave:
         """Writes the manifest of `slot`; without a directory, only makes what slower tiers will write."""
@@ -123,12 +125,14 @@ class FirstWork(TierWork):
         begun = snapshot is not None and snapshot.disk is not None
         slower = self._flusher.refusals(self.save, begun=begun)
         return {
+            "host": host_values(self.save, self.digests or {}) if self._sealer.processes > 1 else {},
             "replicas": None if self._replicas.refuses else self._compared(self.digests),
             "slower": {tier: why and [why.policy, why.reason] for tier, why in slower.items()},
         }
 
     def decide(self, ballots: list[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str] | None]:
         """See `TierWork.decide`."""
+        self._outcomes.host_values_differ(self.save.save_id, differing_host_values(ballots))
         found, refusal = self._replicas.decide([ballot and ballot["replicas"] for ballot in ballots])
         tiers = dict.fromkeys(tier for ballot in ballots if ballot is not None for tier in ballot["slower"])
         later = {
@@ -165,3 +169,30 @@ class FirstWork(TierWork):
         """See `TierWork.release`."""
         if self.save.snapshot is not None:
             self._staging.release(self.save.snapshot.slot)
+
+
+def host_values(save: Save, digests: Mapping[int, Digests]) -> dict[str, str]:
+    """A hash of what each item has in host memory (NumPy leaves, numbers, JSON), by item: at most 50 bytes each. A
+    data iterator, and files that a handler wrote, are each process's own."""
+    parts: dict[str, list[Any]] = {}
+    for name, value in save.items.inline.items():
+        if value["kind"] not in ("grain", FILES):
+            parts.setdefault(name, []).append(value)
+    numbers = iter(range(len(save.description.extents)))
+    for name, sources in save.description.items.items():
+        for source in sources:
+            of_boxes = [digests.get(next(numbers)) for _ in source.record.boxes]
+            if source.record.kind != "jax" and name not in save.items.files and of_boxes:
+                parts.setdefault(name, []).append([*source.record.path, *(list(each or ()) for each in of_boxes)])
+    return {name: hashlib.sha256(json.dumps(each).encode()).hexdigest()[:12] for name, each in parts.items()}
+
+
+def differing_host_values(ballots: Sequence[Mapping[str, Any] | None]) -> dict[str, int]:
+    """The items whose values in host memory are not those of process 0, each with the first process that differs."""
+    first, *others = [(ballot or {}).get("host") or {} for ballot in ballots]
+    found: dict[str, int] = {}
+    for process, values in enumerate(others, start=1):
+        for name in first.keys() & values.keys():
+            if first[name] != values[name]:
+                found.setdefault(name, process)
+    return dict(sorted(found.items()))

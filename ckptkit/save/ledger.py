@@ -38,8 +38,8 @@ class StepRecord:
 
 
 class Ledger:
-    """Saves by identity, in the order in which they came. Safe from several threads; abandoned branches are left out
-    of every answer, and saves that a restore found damaged of all but `rejected` and `every`."""
+    """Saves by identity. Safe from several threads; abandoned branches are left out of every answer, and saves that a
+    restore found damaged of all but `rejected` and `every`."""
 
     def __init__(self, ancestry: Ancestry):
         self._lock = threading.Lock()
@@ -84,9 +84,7 @@ class Ledger:
     def continue_from(self, save_id: SaveId) -> None:
         """The run continues from `save_id`, which was restored: no newer save that is known now is the latest."""
         with self._lock:
-            known = list(self._records)
-            newer = known[known.index(save_id) + 1 :] if save_id in known else [s for s in known if s > save_id]
-            self._restored, self._passed_over = save_id, frozenset(newer)
+            self._restored, self._passed_over = save_id, frozenset(each for each in self._records if each > save_id)
             self._rejected.discard(save_id)
 
     def reject(self, save_ids: Iterable[SaveId]) -> None:
@@ -153,7 +151,8 @@ class Ledger:
 
     def records(self) -> list[StepRecord]:
         """Every save that is committed or under way, oldest first."""
-        return sorted(self._visible(), key=lambda record: record.save_id)
+        with self._lock:
+            return self._visible_now()
 
     def every(self) -> list[StepRecord]:
         """Every record, those of abandoned branches too, oldest first."""
@@ -180,30 +179,26 @@ class Ledger:
             return sorted(record.step for record in self._records.values() if not record.save_id.ours)
 
     def steps(self) -> list[int]:
-        """The steps in Orbax's order: those found at the start ascending, then as they were saved."""
-        return list(dict.fromkeys(record.step for record in self._visible()))
+        """The steps in the order of their newest saves."""
+        return list(dict.fromkeys(record.step for record in reversed(self.records())))[::-1]
 
     def latest_step(self) -> int | None:
-        """The step of the newest save, as Orbax counts it: the one saved last, one under way too. After a restore it
-        is the restored step, until a newer one is saved, or found by another look at the tiers."""
+        """The step of the newest save, one under way too. After a restore it is the restored step, until a newer one is
+        saved, or found by another look at the tiers."""
         with self._lock:
-            known, restored = self._visible_now(), self._restored
-        came = [record.save_id for record in known if record.save_id not in self._passed_over]
-        if restored is not None and restored not in came and not any(save_id > restored for save_id in came):
-            return restored.step  # another job's save, that was not there yet when the tiers were listed
-        return came[-1].step if came else None
+            came = [each.save_id for each in self._visible_now() if each.save_id not in self._passed_over]
+            if self._restored is not None:  # also another job's save, which was not there when the tiers were listed
+                came.append(self._restored)
+        return max(came).step if came else None
 
     def passed_over(self) -> list[StepRecord]:
         """The saves that are newer than the restored one, oldest first: the next save abandons them."""
         return [record for record in self.records() if record.save_id in self._passed_over]
 
-    def _visible(self) -> list[StepRecord]:
-        with self._lock:
-            return self._visible_now()
-
     def _visible_now(self) -> list[StepRecord]:
         superseded, hidden = self.ancestry.superseded, self._rejected
-        return [r for r in self._records.values() if r.save_id not in hidden and not superseded(r.save_id)]
+        found = [r for r in self._records.values() if r.save_id not in hidden and not superseded(r.save_id)]
+        return sorted(found, key=lambda record: record.save_id)
 
 
 class Calls:

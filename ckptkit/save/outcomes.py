@@ -48,6 +48,7 @@ class Outcomes:
         self._failures: list[SaveFailedError] = []  # that the step loop has not raised yet
         self._raised: dict[int, list[SaveFailedError]] = {}  # by thread, of those
         self._stopped: CheckpointError | None = None
+        self._differing: set[str] = set()  # items of which a warning reported that their values differ by process
         self.health = SaveHealth(policy)
 
     def refused(self, save: Save, tier: str, error: Exception) -> Refusal:
@@ -110,6 +111,18 @@ class Outcomes:
         if refusal.policy not in _NO_LOSS:
             self.health.lost(save_id, tier, refusal.reason, gone=gone)
         self._events.emit(Kind.SKIPPED, step=save_id.step, tier=tier, policy=refusal.policy, reason=refusal.reason)
+
+    def host_values_differ(self, save_id: SaveId, items: Mapping[str, int]) -> None:
+        """On process 0: one warning for each item whose NumPy leaves, numbers or JSON differ by process."""
+        for name, process in items.items():
+            if name not in self._differing:
+                self._differing.add(name)
+                _log.warning(
+                    "step %d: values in host memory (NumPy arrays, Python numbers, JSON) of item %r differ between "
+                    "process 0 and process %d. Each process may get those of any process back. Save values of one "
+                    "process as a jax.Array with an axis for the processes, or save equal values",
+                    *(save_id.step, name, process),
+                )
 
     def losing(self, save_id: SaveId, tier: str, policy: str, *, gone: bool) -> None:
         """Process 0 is about to announce that all processes leave a save out of `tier`."""

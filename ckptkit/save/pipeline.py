@@ -5,7 +5,9 @@ one process that could not stage it, or was too busy to, drops it everywhere. Th
 own copy, and, when a durable save is due (`durable_busy="wait"`), for the previous durable save.
 
 The copy runs on a thread of the pipeline while the caller waits for it. An exception that a signal raises in the caller
-(Ctrl-C) can interrupt the wait, and never the thread that holds a slot.
+(Ctrl-C) can interrupt the wait, and never the thread that holds a slot. The caller then takes its values back
+(`take_back`): a copy that has not begun never begins, the caller waits for one that has, and the save is dropped by
+vote.
 """
 
 from __future__ import annotations
@@ -94,8 +96,17 @@ class SavePipeline:
             tiers, branch.ledger, self.outcomes, self.voting, self._claim, self._durable_retry, self._machinery
         )
         self._sealer = Sealer(tiers, self._claim, writer, self.outcomes)
+        self._report_losses()
         self._stager = self._machinery.make_worker("ckptkit-stage", waiting_max=1)
         self._writer = self._machinery.make_worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
+
+    def _report_losses(self) -> None:
+        """An event for each directory of slots whose files go while the run lives."""
+        tiers = self._tiers
+        peer_arenas = () if tiers.peer_copies is None else tiers.peer_copies.peer_arenas
+        disk = () if tiers.disk is None else ((SSD, tiers.disk),)
+        for tier, arena in ((tiers.staging_name, tiers.staging), *disk, *((PEER, each) for each in peer_arenas)):
+            arena.on_lost = partial(self.outcomes.degraded, None, tier)
 
     def run(self, protocol: SaveProtocol) -> Any:
         """Runs a protocol on the caller's thread."""
@@ -202,6 +213,15 @@ class SavePipeline:
                     raise
                 _log.info("save waits: step %d gets its slot and its copy", save.save_id.step)
 
+    def take_back(self, ticket: Ticket) -> bool:
+        """The caller of `submit` raises: nothing of its values is read once this returns, and nothing that was read
+        meanwhile is committed. A snapshot that was complete before is committed as usual.
+
+        Returns whether the pipeline votes on the save. Waits for a copy that has begun.
+        """
+        ticket.loan.withdraw()
+        return not self._stager.idle or ticket.loan.received  # in this order: a queued job is one or the other
+
     # In the staging thread.
 
     def _stage(
@@ -217,6 +237,7 @@ class SavePipeline:
 
     def _stage_and_hand_over(self, save: Save, items: SaveItems, start_s: float, turn: Admission) -> SaveProtocol:
         description, save_id = save.description, save.save_id
+        save.ticket.loan.received = True
         self.under_way.begin(save_id.step, save.due, share_bytes=description.held_bytes)
         self.outcomes.phase(save_id, "begun")
         try:
@@ -295,7 +316,12 @@ class SavePipeline:
             copied = disk.copy.filled if disk is not None else None
             local_replicas, compared = self._replicas.shards(description, items.trees)
             begin, choice = self._machinery.begin_staging, self._options.staging
-            begun = yield Do("stage", lambda: begin(choice, description, items.trees, slot.memory, copied, compared))
+            with save.ticket.loan.reading():
+                begun = yield Do(
+                    "stage", lambda: begin(choice, description, items.trees, slot.memory, copied, compared)
+                )
+                if save.ticket.loan.withdrawn:
+                    begun.finish()  # gives back the memory of its transfers
             return Snapshot(slot=slot, staging=begun, disk=disk, local_replicas=local_replicas)
         except BaseException:  # a deleted array, for example: the caller raises it, the slot is free again
             self._pace.end_urgent(save.save_id)

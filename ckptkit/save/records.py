@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 from ckptkit.durable.lifecycle.epochs import EpochRecords
 from ckptkit.durable.steps import DurableSteps
+from ckptkit.errors import CheckpointError
 from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.receiver import CopyReceiver
@@ -29,6 +32,39 @@ class Refusal:
     reason: str
 
 
+@final
+class Loan:
+    """What the caller of `save` lends for the copy, until `save` returns or raises. One thread reads, one withdraws."""
+
+    def __init__(self) -> None:
+        self.received = False  # the pipeline will vote on the save
+        self.withdrawn = False
+        self._unread = threading.Event()
+        self._unread.set()
+
+    def withdraw(self) -> None:
+        """The caller raises: no reading begins any more. Waits for one that has begun; what it read is dropped, also
+        where a second signal ends this wait."""
+        self.withdrawn = True
+        self._unread.wait()
+
+    def raise_if_withdrawn(self) -> None:
+        """Raises `CheckpointError` after `withdraw`."""
+        if self.withdrawn:
+            raise CheckpointError("save raised before its copy was complete, so the save is dropped")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While the caller's values are read. Raises `CheckpointError` if they were withdrawn before or meanwhile."""
+        self._unread.clear()
+        try:
+            self.raise_if_withdrawn()  # after `clear`: whoever withdraws is seen here, or waits
+            yield
+            self.raise_if_withdrawn()
+        finally:
+            self._unread.set()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
     """One call of `save`: the name of its barriers, which every process counts alike, and what this process takes for
@@ -36,6 +72,7 @@ class Ticket:
 
     name: str
     save_id: SaveId
+    loan: Loan = field(default_factory=Loan, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

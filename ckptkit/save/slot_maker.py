@@ -55,7 +55,9 @@ class SlotMaker:
         """The work that `prepare` begins, without checking for room first: a full tier emits an event."""
         if self._prepared_bytes >= slot_bytes:
             return
-        self._prepared_bytes = slot_bytes
+        arenas = (self._tiers.staging, self._tiers.disk, *self._peer_arenas)
+        crowded = any(arena is not None and arena.crowded for arena in arenas)
+        self._prepared_bytes = 0 if crowded else slot_bytes  # the rest of the slots is made by a later call
 
         def reserve(arena: Arena, tier: str) -> None:
             try:

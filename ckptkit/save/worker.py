@@ -48,8 +48,8 @@ class Worker:
             self._changed.wait_for(lambda: len(self._jobs) < self._waiting_max)
             if self._stopping:
                 raise RuntimeError(f"{self._thread.name} was closed")
+            self._changed.notify_all()  # first: a signal may raise between the two, and a queued job has to be seen
             self._jobs.append(job)
-            self._changed.notify_all()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until nothing runs or waits; False when `timeout_s` passed first."""

@@ -3,6 +3,9 @@
 Order is sacred. Writing: unlink the slot's manifest, sync the directory (disk), overwrite the bytes, sync them,
 rename the new manifest into place, sync the directory. A manifest therefore never names bytes that are not its own.
 Last, `newest.json` names the save: so that a manifest which is lost later is missed.
+
+A slot is the file that its directory names. One that was unlinked, replaced or hidden by a mount takes no commit, and
+`acquire` makes it anew.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import mmap
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,14 +23,23 @@ from typing import Final, Protocol, TypeVar, final
 
 import numpy as np
 
-from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.errors import CheckpointError, StoreFullError, TierUnusableError
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId, refuse_unreadable
 from ckptkit.slots import files as slot_files
-from ckptkit.slots.files import LESS_ON_MOUNT, allocated, map_file, remove_slots, take_directory, whole_pages
+from ckptkit.slots.files import (
+    LESS_ON_MOUNT,
+    FileIdentity,
+    allocated,
+    identity_of,
+    map_file,
+    remove_slots,
+    take_directory,
+    whole_pages,
+)
 from ckptkit.slots.host_memory import HostMemory, Room, mount_room, refuse_beyond
 from ckptkit.slots.latest_pointer import Newest
-from ckptkit.slots.reader import manifest_name_of, read_manifests
+from ckptkit.slots.reader import manifest_name_of, read_manifests, readable_slot_directories
 from ckptkit.store import LocalStore
 from ckptkit.store.local import sync_directory
 from ckptkit.util.clock import Deadline
@@ -34,6 +47,8 @@ from ckptkit.util.disk_file import DiskFile, Method
 from ckptkit.util.pages import populate
 
 ALL = "committed by all"
+_CROWD_WAIT_S = 5.0  # of a first save, for another process of the host that removes what a job of another size left
+_CROWD_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +108,10 @@ class Arena:
         lock_fd: int | None = None,
         memory: HostMemory | None = None,
         keeps_found: bool = False,
+        processes: int | None = None,
     ):
         self.directory = directory
+        self._processes = processes  # of the job
         self._memory = memory  # whose limits the slots keep; None for a disk
         self.synced = synced
         self._lock_fd = lock_fd
@@ -102,13 +119,22 @@ class Arena:
         self._slots = [Slot(paths.slot_name(i), np.empty(0, np.uint8)) for i in range(slots)]
         self._maps: dict[str, mmap.mmap] = {}  # of slots in memory
         self._files: dict[str, DiskFile] = {}  # of slots on a disk
+        self._made: dict[str, FileIdentity | None] = {}  # the files of slots, and the lock: as they were taken
+        self.on_lost: Callable[[CheckpointError], None] = lambda error: None  # told what `acquire` made anew
         self.method: Method = "direct"  # how these are written, where the file system allows it
         self._probed = False
         self._protected: dict[str, frozenset[SaveId]] = {}  # by the reason
+        self._adopted: list[Arena] = []  # of processes that ended: without slots of their own, they only give up
+        self._outgrown: set[str] = set()  # slots that a job of another size made, until they are made anew
+        # Until the first save that all commit, the state of such a job takes room on this host: each process makes one
+        # slot, so that every one of them can commit.
+        self.crowded = False
+        self._has_committed = False
         self._store = LocalStore(directory, durable=synced) if directory is not None else None
         self._retired: list[Slot] = []  # beyond today's count: they stay while what they hold is protected
         self._newest = Newest(directory, synced=synced) if directory is not None else None
         if directory is not None:
+            self._made[paths.LOCK_NAME] = identity_of(directory / paths.LOCK_NAME)
             self._take_over(directory, keeps_found)
         if memory is not None:
             memory.add_taker(lambda: sum(map(self._allocated_bytes, self._slots)))
@@ -123,15 +149,38 @@ class Arena:
         synced: bool,
         memory: HostMemory | None = None,
         keeps_found: bool = False,
+        processes: int | None = None,
     ) -> Arena:
         """The arena of this process below its host's directory, mode 0700, held by `flock` until `close`.
 
         A directory that another process still holds (one of the previous run that has not died yet) is left to
         it, and the next free name is taken. Until the first `protect` the newest save that is found is protected, or
-        every one (`keeps_found`). Raises `TierUnusableError` where the directory cannot be used.
+        every one (`keeps_found`). Slots that a job of another size than `processes` made are removed as soon as the
+        saves in them are not protected. Raises `TierUnusableError` where the directory cannot be used.
         """
         directory, fd = take_directory(host_dir, str(local_rank), synced=synced)
-        return cls(directory, slots=slots, synced=synced, lock_fd=fd, memory=memory, keeps_found=keeps_found)
+        return cls(
+            directory,
+            slots=slots,
+            synced=synced,
+            lock_fd=fd,
+            memory=memory,
+            keeps_found=keeps_found,
+            processes=processes,
+        )
+
+    def adopt(self) -> None:
+        """Takes the directories of this host that no process holds, with what ended processes of a larger job left.
+
+        To be called by one process of a host, when all have opened their arenas. A restore finds what they hold. What
+        this arena does not protect any more is removed, at the latest for the first save, and a directory once it holds
+        nothing. If this process dies between, the next one finds the rest.
+        """
+        if self.directory is None:
+            return
+        for directory, fd in slot_files.take_left(self.directory.parent):
+            self._adopted.append(Arena(directory, slots=0, synced=self.synced, lock_fd=fd, keeps_found=True))
+        self._remove_empty()
 
     def reserve(self, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
         """Makes every free slot at least `size_bytes` large and faults its pages in; for a background thread.
@@ -141,7 +190,9 @@ class Arena:
         and free; slots that were made before it stay. On a disk, new slots are written once with zeros, and the first
         one that is empty shows which method is faster. `turn` is called between pieces of the work, and may wait.
         """
-        for slot in self._slots:
+        for made, slot in enumerate(self._slots):
+            if self.crowded and made:
+                return  # to be called again
             turn()
             with self._changed:
                 if slot.leases or slot not in self._slots or not self._may_reserve(slot, size_bytes):
@@ -167,7 +218,7 @@ class Arena:
         devices take during a save.
         """
         slot_bytes = whole_pages(size_bytes)
-        missing_bytes = self.missing_bytes(size_bytes) + beside_bytes
+        missing_bytes = max(0, self.missing_bytes(size_bytes) + beside_bytes - self._left_bytes(slot_bytes))
         copies = f" and {beside_bytes} of them for copies of other hosts" if beside_bytes else ""
         refuse_beyond(
             self._room(),
@@ -193,6 +244,8 @@ class Arena:
         """
         deadline = Deadline(timeout_s)
         full: dict[str, StoreFullError] = {}
+        crowd = Deadline(_CROWD_WAIT_S)
+        self._make_room()
 
         def settled() -> bool:
             others = [slot for slot in self._slots if slot.name not in full]
@@ -208,11 +261,15 @@ class Arena:
                     return None
                 slot.leases = 1
             try:
+                self._renew(slot)
                 self._grow(slot, size_bytes)  # before its save is forgotten: what cannot grow keeps what it has
                 self._forget(slot)
             except StoreFullError as error:
-                full[slot.name] = error
                 self.release(slot)
+                if self.crowded and not crowd.passed:
+                    time.sleep(_CROWD_LOOK_S)
+                else:
+                    full[slot.name] = error
             except BaseException:
                 self.release(slot)
                 raise
@@ -229,10 +286,13 @@ class Arena:
     def commit(self, slot: Slot, save_id: SaveId, manifest: bytes) -> None:
         """Makes `manifest`, of `save_id` and of this slot's name, the truth about `slot`.
 
-        Data is synced first (disk), then the manifest, then its name.
+        Data is synced first (disk), then the manifest, then its name. Raises `TierUnusableError` if the slot's file is
+        no longer in its directory.
         """
         if self._store is not None:
             refuse_unreadable(len(manifest))
+            if (lost := self._lost([slot])) is not None:
+                raise lost  # the manifest would name other bytes; `acquire` makes the slot anew
             if slot.name in self._files:
                 contents, slot.contents = slot.contents, UNKNOWN
                 self._files[slot.name].sync()  # a later sync does not write what a failed one has lost
@@ -247,7 +307,7 @@ class Arena:
                     self.discard(slot)
                 raise
         with self._changed:
-            slot.save_id = save_id
+            slot.save_id, self._has_committed = save_id, True
             if self._newest is not None:
                 self._newest.committed(save_id)
 
@@ -266,6 +326,9 @@ class Arena:
             for slot in [*self._slots, *self._retired]:
                 if slot.save_id in save_ids:
                     self._forget(slot)
+            for left in self._adopted:
+                left.forget(save_ids)
+            self._remove_empty()
             self._changed.notify_all()
 
     @property
@@ -281,7 +344,11 @@ class Arena:
         """
         with self._changed:
             self._protected[why] = frozenset(save_ids)
+            self.crowded = self.crowded and not (why == ALL and self._has_committed)
             self._drop_retired()
+            for left in self._adopted:
+                left.protect(*save_ids, why=why)
+            self._remove_empty()
             self._changed.notify_all()
 
     def resize(self, slots: int) -> bool:
@@ -335,6 +402,9 @@ class Arena:
                 self._unmap(slot)
             if remove and self.directory is not None:
                 remove_slots(self.directory)
+            for left in self._adopted:
+                left.close(remove=remove)
+            self._adopted = []
             if self._lock_fd is not None:
                 slot_files.give_up(self._lock_fd)
                 self._lock_fd = None
@@ -342,7 +412,8 @@ class Arena:
     def _take_over(self, directory: Path, keeps_found: bool) -> None:
         """Finds what the process before left here: committed slots, slots beyond today's count, unfinished puts
         and items."""
-        held = {manifest.slot: manifest.save_id for manifest in reversed(self.manifests())}
+        found = self.manifests()
+        held = {manifest.slot: manifest.save_id for manifest in reversed(found)}
         self._protected[ALL] = frozenset(held.values() if keeps_found else sorted(held.values())[-1:])
         for slot in self._slots:
             slot.save_id = held.get(slot.name)
@@ -355,6 +426,53 @@ class Arena:
             elif name.startswith(paths.HANDLER_PREFIX):
                 shutil.rmtree(directory / name, ignore_errors=True)
         self._drop_retired()
+        if self._processes is not None and any(each.writer.count != self._processes for each in found):
+            self._outgrown = mine  # only now: a restore may ask for what is not protected
+        others = [each for each in readable_slot_directories(directory.parent) if each != directory]
+        self.crowded = bool(self._outgrown) or (not found and any(any(each.glob("slot-*")) for each in others))
+
+    def _lost(self, slots: Iterable[Slot]) -> TierUnusableError | None:
+        """The error of slots, or of the lock, whose files are no longer those of the directory. Cost: a `stat` each."""
+        if self.directory is None:
+            return None
+        names = [paths.LOCK_NAME, *(slot.name for slot in slots)]
+        gone = [n for n in names if (made := self._made.get(n)) and identity_of(self.directory / n) != made]
+        if not gone:
+            return None
+        return TierUnusableError(
+            f"tier directory {self.directory} has lost {', '.join(gone)}: something removed or replaced these files "
+            "while the job ran. Exempt the directory from cleaners, set RemoveIPC=no in logind.conf for a job of a "
+            "login user, and mount nothing over it",
+            path=str(self.directory),
+        )
+
+    def _renew(self, own: Slot) -> None:
+        """Takes the directory again, and forgets lost slots, but those leased by others than the caller, who has `own`.
+        They are made anew when they are needed. Tells `on_lost`."""
+        with self._changed:
+            slots = [*self._slots, *self._retired]
+            lost = self._lost(slots)
+            if lost is None or self.directory is None:
+                return
+            self._retake(self.directory)
+            there = {manifest.slot: manifest.save_id for manifest in self.manifests()}
+            for slot in slots:
+                if (slot is own or not slot.leases) and self._lost([slot]) is not None:
+                    self._unmap(slot)
+                    slot.contents = UNKNOWN
+                    del self._made[slot.name]
+                    self._forget(slot)  # a manifest that outlived its bytes goes too
+                elif there.get(slot.name) != slot.save_id:
+                    slot.save_id = None
+        self.on_lost(lost)
+
+    def _retake(self, directory: Path) -> None:
+        """Holds the lock of the directory that has the name now."""
+        if self._lock_fd is None or identity_of(directory / paths.LOCK_NAME) == self._made[paths.LOCK_NAME]:
+            return
+        fd = slot_files.retake(directory, synced=self.synced)
+        slot_files.give_up(self._lock_fd)
+        self._lock_fd, self._made[paths.LOCK_NAME] = fd, identity_of(directory / paths.LOCK_NAME)
 
     def _drop_retired(self) -> None:
         for slot in [s for s in self._retired if s.leases == 0 and s.save_id not in self.protected]:
@@ -364,6 +482,45 @@ class Arena:
                 if self.directory is not None:
                     (self.directory / slot.name).unlink(missing_ok=True)
                 self._retired.remove(slot)
+        for slot in [s for s in self._slots if s.name in self._outgrown and s.leases == 0]:
+            if slot.save_id not in self.protected:
+                with suppress(CheckpointError, OSError):
+                    self._forget(slot)
+                    self._unmap(slot)
+                    self._made.pop(slot.name, None)
+                    if self.directory is not None:
+                        (self.directory / slot.name).unlink(missing_ok=True)
+                    self._outgrown.discard(slot.name)
+
+    def _make_room(self) -> None:
+        """Before the first save: removes what was found and is not protected, where a job of another size left it."""
+        with self._changed:
+            if self._outgrown:
+                self._drop_retired()
+            for left in self._adopted:
+                if held := left.held():
+                    left.protect(*(self.protected.intersection(held) or [max(held)]))
+            self._remove_empty()
+
+    def _remove_empty(self) -> None:
+        """Removes the adopted directories that hold nothing, and releases their locks. A damaged manifest stays until
+        this run has committed: a restore has to report it."""
+        for left in [each for each in self._adopted if not each.held()]:
+            with suppress(CheckpointError, OSError):  # a disk that fails: the next `protect` tries again
+                if not self._has_committed and left.directory and any(left.directory.glob("step-*.json")):
+                    continue
+                if left.directory is not None and left._lock_fd is not None:
+                    slot_files.remove_directory(left.directory, left._lock_fd)
+                self._adopted.remove(left)
+
+    def _left_bytes(self, slot_bytes: int) -> int:
+        """The bytes that jobs of another size have left on this host, of which the next commit frees the last."""
+        if self.directory is None or not self.crowded:
+            return 0
+        own = sum(max(0, self._allocated_bytes(slot) - slot_bytes) for slot in [*self._slots, *self._retired])
+        others = [each for each in readable_slot_directories(self.directory.parent) if each != self.directory]
+        left = {place for place, found in read_manifests(others)[0] if found.writer.count != self._processes}
+        return own + sum(path.stat().st_size for place in left for path in place.glob("slot-*"))
 
     def _unmap(self, slot: Slot) -> None:
         slot.memory = np.empty(0, np.uint8)
@@ -392,6 +549,7 @@ class Arena:
         if self.synced and self.directory is not None:
             self._unmap(slot)
             self._files[slot.name] = allocated(DiskFile, self.directory / slot.name, size_bytes)
+            self._made[slot.name] = identity_of(self.directory / slot.name)
             sync_directory(self.directory)  # no manifest may reach the disk before the name of its slot
             slot.memory = self._files[slot.name].memory
             return
@@ -399,6 +557,7 @@ class Arena:
             mapping = mmap.mmap(-1, size_bytes)
         else:
             mapping = allocated(map_file, self.directory / slot.name, size_bytes)
+            self._made[slot.name] = identity_of(self.directory / slot.name)
         self._maps[slot.name] = mapping
         slot.memory = np.frombuffer(mapping, np.uint8)
         populate(slot.memory, turn)  # an old kernel cannot: pages are faulted in by the first copy then

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import stat
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from ckptkit.errors import TierUnusableError
 from ckptkit.model import paths
 from ckptkit.slots.host_memory import mount_room, store_full
+from ckptkit.slots.reader import readable_slot_directories
 from ckptkit.store.local import make_directory, sync_directory
 from ckptkit.store.quarantine import try_lock
 from ckptkit.util.disk_file import open_slot, refuse_other_owner
@@ -21,6 +23,7 @@ from ckptkit.util.pages import PAGE_BYTES
 
 _T = TypeVar("_T")
 _held = set[int]()  # descriptors of directories that were taken
+_OF_PROCESS = re.compile(r"([0-9]+|buddy-[0-9]+-[0-9]+)(\.[0-9]+)?")  # a directory that `take_directory` made
 LESS_ON_MOUNT = "give fewer slots (`slots` or `keep` of the tier, `in_flight_max`), or leave this tier out"
 
 
@@ -33,24 +36,65 @@ def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, in
     """
     for attempt in range(100):
         directory = host_dir / (name if attempt == 0 else f"{name}.{attempt}")
-        try:
-            for each in (host_dir.parent, host_dir, directory):
-                if each.is_symlink():
-                    raise OSError(errno.ELOOP, f"{each} is a link")
-                make_directory(each, synced=synced, mode=0o700)
-                keep_to_owner(each)
-            _refuse_files_of_others(directory)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(directory / paths.LOCK_NAME, flags, 0o600)
-        except OSError as error:
-            raise _unusable(directory, f"{error.strerror}; give a directory that this user may write") from error
-        with ExitStack() as opened:
-            opened.callback(os.close, fd)
-            if _locked(fd, directory):
-                opened.pop_all()
-                _held.add(fd)
-                return directory, fd
+        if (fd := _taken(directory, synced=synced)) is not None:
+            return directory, fd
     raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
+
+
+def take_left(host_dir: Path) -> Iterator[tuple[Path, int]]:
+    """The directories of processes that ended, each with the descriptor whose `flock` holds it from now on.
+
+    One that a live process holds, or another user owns, stays as it is. To be called when every process of this host
+    has taken its own.
+    """
+    for directory in readable_slot_directories(host_dir):
+        if _OF_PROCESS.fullmatch(directory.name):
+            with suppress(TierUnusableError):
+                if (fd := _taken(directory, synced=False)) is not None:
+                    yield directory, fd
+
+
+def remove_directory(directory: Path, fd: int) -> None:
+    """Deletes a directory that `fd` holds: its manifests first, then its slots and the lock."""
+    remove_slots(directory)
+    (directory / paths.LOCK_NAME).unlink(missing_ok=True)
+    with suppress(OSError):  # another process has begun to take it, or a file is not ours
+        directory.rmdir()
+    give_up(fd)
+
+
+def retake(directory: Path, *, synced: bool) -> int:
+    """The same directory again, after it was removed or replaced under its holder; makes it if it is not there. Raises
+    `TierUnusableError`, also if another process holds it now."""
+    fd = _taken(directory, synced=synced)
+    if fd is None:
+        raise _unusable(directory, "it was removed, and another process has made and taken it since")
+    return fd
+
+
+def _taken(directory: Path, *, synced: bool) -> int | None:
+    """The descriptor whose `flock` holds a directory, which is made; None if another process holds it."""
+    try:
+        for each in (*list(directory.parents)[1::-1], directory):
+            if each.is_symlink():
+                raise OSError(errno.ELOOP, f"{each} is a link")
+            make_directory(each, synced=synced, mode=0o700)
+            keep_to_owner(each)
+        _refuse_files_of_others(directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(directory / paths.LOCK_NAME, flags, 0o600)
+    except OSError as error:
+        raise _unusable(directory, f"{error.strerror}; give a directory that this user may write") from error
+    with ExitStack() as opened:
+        opened.callback(os.close, fd)
+        if not _locked(fd, directory):
+            return None
+        status = os.fstat(fd)
+        if identity_of(directory / paths.LOCK_NAME) != (status.st_dev, status.st_ino):
+            return None  # its holder removed it meanwhile: this lock holds nothing
+        opened.pop_all()
+    _held.add(fd)
+    return fd
 
 
 def _locked(fd: int, directory: Path) -> bool:
@@ -115,6 +159,18 @@ def allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise store_full(mount_room(path.parent), f"slot {path} needs {size_bytes} bytes", LESS_ON_MOUNT) from error
+
+
+FileIdentity = tuple[int, int]  # device and inode
+
+
+def identity_of(path: Path) -> FileIdentity | None:
+    """The file that has this name now; None if there is none. Cost: a `stat`."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino
 
 
 def map_file(path: Path, size_bytes: int) -> mmap.mmap:

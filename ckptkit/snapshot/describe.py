@@ -402,12 +402,17 @@ def _devices_of(
     return tuple(tuple(holding[box]) for box in boxes)
 
 
+_INT64_MAX = (1 << 63) - 1
+
+
 def _signature(trees: Mapping[str, Any]) -> Any:
     """Shapes, dtypes and shardings: equal trees by these have equal descriptions."""
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf.shape, leaf.dtype, leaf.sharding
+        if isinstance(leaf, int):  # NumPy takes int64, and uint64 for what is larger
+            return type(leaf), leaf > _INT64_MAX
         return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
 
     flat = {item: jax.tree.flatten(tree) for item, tree in trees.items()}

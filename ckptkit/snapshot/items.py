@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ def save_items(
             asked = getattr(arg, "ocdbt_target_data_file_size", None)
             tree_words[name] = {
                 "standard": isinstance(arg, ocp.args.StandardSave),
-                "custom_metadata": arg.custom_metadata,
+                "custom_metadata": as_it_is(arg.custom_metadata),
                 "file_bytes": None if asked is None else asked or _NO_LIMIT,
             }
             if any(wished := _chunk_bytes(arg)):
@@ -115,11 +116,20 @@ def save_items(
 
 
 def as_it_is(value: Any) -> Any:
-    """Containers of its own for what the caller may change as soon as `save` returns: metrics, custom metadata."""
-    if type(value) is dict:
-        return {name: as_it_is(each) for name, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(as_it_is, value))
+    """Containers of its own for what the caller may change as soon as `save` returns: metrics, custom metadata.
+
+    Each keeps its type (`OrderedDict`, `defaultdict`): `best_fn` gets what the caller gave.
+    """
+    if isinstance(value, dict):
+        own = {} if type(value) is dict else copy.copy(value)
+        own.update((name, as_it_is(each)) for name, each in value.items())
+        return own
+    if isinstance(value, list):
+        own = [] if type(value) is list else copy.copy(value)
+        own[:] = map(as_it_is, value)
+        return own
+    if isinstance(value, tuple):
+        return getattr(value, "_make", type(value))(map(as_it_is, value))
     return value
 
 

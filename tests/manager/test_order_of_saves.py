@@ -10,6 +10,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.model.manifest import SaveId
+from ckptkit.save.ledger import Ledger
 from ckptkit.upkeep import plan_rollback, rollback
 
 args: Any = ocp.args
@@ -105,3 +108,15 @@ def test_step_that_is_saved_again_lower_than_others_is_the_newest(tmp_path: Path
     with manager_of(tmp_path) as manager:
         assert (manager.latest_step(), manager.all_steps()) == (10, [20, 30, 10])
         assert restored(manager) == 10
+
+
+def test_late_durable_commit_of_an_older_save_is_not_the_newest() -> None:
+    """A step that only the durable tier holds, because its ramdisk's slot was reused before, would be the latest."""
+    book = Ledger(Ancestry())
+    older, newer = SaveId(1, 1, 0), SaveId(1, 2, 1)
+    for save_id in (older, newer):
+        book.begin(save_id)
+        book.commit(save_id, "ram")
+    book.keep_only("ram", [newer])
+    book.commit(older, "durable")
+    assert (book.latest_step(), book.steps()) == (2, [1, 2])

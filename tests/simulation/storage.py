@@ -59,6 +59,7 @@ class SimArena:
 
     directory = "simulated"
     method = "simulated"
+    crowded = False
 
     def __init__(self, medium: Medium, slots: int, *, synced: bool, until: Callable[..., Any]):
         """`until(condition, timeout_s)` makes the effect that waits."""

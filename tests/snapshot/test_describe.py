@@ -134,3 +134,15 @@ def test_collector_pauses_in_a_save_that_waits_for_nothing(tmp_path: Path, monke
         manager.wait_until_finished()
         manager.save(2, args=ocp.args.StandardSave(make_state(0)), force=True)  # may wait for long
         assert (enabled, gc.isenabled()) == ([False, True], True)
+
+
+def test_python_int_changes_between_int64_and_uint64(tmp_path: Path) -> None:
+    values = [1, 2**63, 2**63 - 1, 2**64 - 1, -1]
+    with ckptkit.CheckpointManager(
+        tmp_path / "root", host_id="host", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]
+    ) as manager:
+        for step, value in enumerate(values):
+            assert manager.save(step, args=ocp.args.StandardSave({"n": value}), force=True)  # pyright: ignore[reportCallIssue]
+            manager.wait_until_finished()
+        for step, value in enumerate(values):
+            assert manager.restore(step, args=ocp.args.StandardRestore())["n"] == value  # pyright: ignore
