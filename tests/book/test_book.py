@@ -16,7 +16,7 @@ from tests.cases import long_except
 from tests.forked import run_forked
 
 CONFIG = {"tiers": (RAM,), "keep": {RAM: 1, DURABLE: None}, "sharded": True}
-# Where each mutation was found last: the seed, and the most processes. A seed leads elsewhere once the histories change.
+# Where each mutation was found last: the seed, and the most processes. A seed leads elsewhere once histories change.
 FOUND = {
     "roots": (104, 1),
     "runs": (131, 1),
