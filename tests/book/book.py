@@ -5,7 +5,6 @@ saving. What a kill leaves unknown is `MAYBE`: the book then allows what one of 
 
 Rules:
 - The newest save is the one made last on this branch. A higher number of a step does not make a save newer.
-- A restore gives one value on all processes.
 - A root that was removed and made again is another root: no answer is a save of the first one.
 - A backup that was put back is the same root as it was then. No answer is of a run that it does not know of.
 - A run that could not record itself in the root may be an answer only while no other run has begun.
@@ -101,6 +100,7 @@ class Run:
     base: int = 0
     restored: bool = False  # and not saved since
     writable: bool = True
+    troubled: bool = False  # it was not writable for a time
     in_flight: list[int] = field(default_factory=list)
 
 
@@ -112,7 +112,6 @@ class Book:
         self.roots: dict[str, Root] = {}  # by path
         self._unrecorded: set[int] = set()
         self._count = 0
-        self._last = 0
 
     # What happens between runs.
 
@@ -140,6 +139,8 @@ class Book:
     def begin_save(self, run: Run, value: int, step: int) -> None:
         """A process has called `save`."""
         run.segment = run.segment or self._begin(run, value)
+        if run.segment.status != YES:  # it may be recorded once the root can be written
+            (self._unrecorded.discard if run.writable else self._unrecorded.add)(run.segment.number)
         self.saves[value] = Save(
             value=value, step=step, root=run.root.identity, place=run.place, run=run.number,
             segment=run.segment.number, hosts=run.hosts, sharded=run.sharded,
@@ -147,7 +148,6 @@ class Book:
             peer=MAYBE if PEER in run.tiers else NO,
         )  # fmt: skip
         run.root.durable[value] = MAYBE
-        self._last = value
         run.in_flight.append(value)
         for tier in run.tiers:
             self._prune(run, self.saves[value], tier, certain=False)
@@ -179,12 +179,9 @@ class Book:
             for tier in save.fast:
                 save.fast[tier] = [YES if tier in tiers else MAYBE] * len(save.hosts)
             save.peer = YES if PEER in tiers and len(set(save.hosts)) > 1 else save.peer
-            segment = run.segment
-            if segment and (DURABLE in tiers or (tiers and run.writable and segment.number not in self._unrecorded)):
-                segment.status = YES
-                self._unrecorded.discard(segment.number)
-            elif segment and tiers and segment.status != YES:
-                self._unrecorded.add(segment.number)
+            if run.segment and tiers and (DURABLE in tiers or not run.troubled):
+                run.segment.status = YES
+                self._unrecorded.discard(run.segment.number)
             for tier in tiers:
                 self._prune(run, save, tier, certain=True)
         run.in_flight.clear()
@@ -204,7 +201,7 @@ class Book:
         """The run has ended by `close`, which may copy the restored step to the root."""
         if run.restored and run.base:
             run.root.durable[run.base] = max(MAYBE, run.root.durable.get(run.base, NO))
-            self._begin(run, self._last + 0.5)
+            self._begin(run, max(self.saves) + 0.5)
 
     def _prune(self, run: Run, save: Save, tier: str, *, certain: bool) -> None:
         """A tier has taken a save: what is not among the newest there may be gone."""

@@ -201,7 +201,7 @@ class _RunCheck:
     def _read_only(self, run: Run, act: Event, begun: Any, results: list[Any], is_done: bool) -> None:
         del act, begun, is_done
         if results and results[0]:
-            run.writable, self._troubled = False, True
+            run.writable, run.troubled, self._troubled = False, True, True
 
     def _writable(self, run: Run, act: Event, begun: Any, results: list[Any], is_done: bool) -> None:
         del act, begun, results, is_done
