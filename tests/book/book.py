@@ -61,6 +61,7 @@ class Save:
     hosts: tuple[str, ...]  # of its processes
     sharded: bool  # no process has all of it
     fast: dict[str, list[int]]  # tier: for each process, whether its share is there
+    alone: bool  # the root did not know of its run when it was made, and could not be told
     peer: int = NO
     peers_lost: set[str] = field(default_factory=set)  # hosts that have lost the copies that they kept
 
@@ -110,7 +111,6 @@ class Book:
     def __init__(self) -> None:
         self.saves: dict[int, Save] = {}
         self.roots: dict[str, Root] = {}  # by path
-        self._unrecorded: set[int] = set()
         self._count = 0
 
     # What happens between runs.
@@ -139,13 +139,12 @@ class Book:
     def begin_save(self, run: Run, value: int, step: int) -> None:
         """A process has called `save`."""
         run.segment = run.segment or self._begin(run, value)
-        if run.segment.status != YES:  # it may be recorded once the root can be written
-            (self._unrecorded.discard if run.writable else self._unrecorded.add)(run.segment.number)
         self.saves[value] = Save(
             value=value, step=step, root=run.root.identity, place=run.place, run=run.number,
             segment=run.segment.number, hosts=run.hosts, sharded=run.sharded,
             fast={tier: [MAYBE] * len(run.hosts) for tier in run.tiers if tier in (RAM, SSD)},
             peer=MAYBE if PEER in run.tiers else NO,
+            alone=not run.writable and run.segment.status != YES,
         )  # fmt: skip
         run.root.durable[value] = MAYBE
         run.in_flight.append(value)
@@ -181,7 +180,6 @@ class Book:
             save.peer = YES if PEER in tiers and len(set(save.hosts)) > 1 else save.peer
             if run.segment and tiers and (DURABLE in tiers or not run.troubled):
                 run.segment.status = YES
-                self._unrecorded.discard(run.segment.number)
             for tier in tiers:
                 self._prune(run, save, tier, certain=True)
         run.in_flight.clear()
@@ -234,9 +232,9 @@ class Book:
     def _known(self, save: Save, root: Root) -> int:
         """Whether the root knows of the run that made a save."""
         for segment in root.segments:
-            if segment.number == save.segment and segment.number not in self._unrecorded:
+            if segment.number == save.segment and (segment.status == YES or not save.alone):
                 return segment.status
-        if save.segment in self._unrecorded:
+        if save.alone:
             later = [s for s in root.segments if s.began > save.value and s.run != save.run and s.status == YES]
             return MAYBE if all(segment.base >= save.value for segment in later) else NO
         return MAYBE if any(segment.run == save.run for segment in root.segments) else NO
@@ -294,7 +292,7 @@ class Book:
         for save in self.saves.values():
             shares = [share for tier in run.tiers for share in save.shares(tier)]
             if save.place == run.place and any(found == YES and host in run.hosts for host, found in shares):
-                known = save.segment in self._unrecorded or self._known(save, run.root) > NO
+                known = save.alone or self._known(save, run.root) > NO
                 foreign |= save.root != run.root.identity
                 unknown |= save.root == run.root.identity and not known
         return foreign, unknown
