@@ -81,8 +81,6 @@ class Save:
             gone = {host for host in self.hosts if host not in hosts or host in self.peers_lost}
             if gone != set(self.hosts):
                 found = max(found, min(most, self.peer if len(gone) <= 1 else MAYBE))
-            elif found == NO and set(self.hosts) & set(hosts):
-                found = MAYBE
         return found
 
 
@@ -249,12 +247,16 @@ class Book:
                 found = min(found, YES - segment.status if segment.base else MAYBE)
         return found
 
+    @staticmethod
+    def _held(save: Save, run: Run) -> int:
+        return max(save.held(run.hosts, run.tiers, run.place), run.root.durable.get(save.value, NO))
+
     def candidates(self, run: Run, *, durable_only: bool = False) -> list[tuple[Save, int]]:
         """The saves that a restart may give, newest first, and whether it has them for sure."""
         found = []
         for save in sorted(self.saves.values(), key=lambda each: -each.value):
-            fast = NO if durable_only else save.held(run.hosts, run.tiers, run.place)
-            status = min(max(fast, run.root.durable.get(save.value, NO)), self._stands(save, run.root))
+            held = run.root.durable.get(save.value, NO) if durable_only else self._held(save, run)
+            status = min(held, self._stands(save, run.root))
             found += [(save, status)] if status > NO else []
         return found
 
@@ -273,8 +275,8 @@ class Book:
         found = self.candidates(run)
         newest = {save.step: save for save, _ in reversed(found)}  # a step is listed once
         unsure = max(
-            (save.value for save, status in found if status == MAYBE), default=0
-        )  # it may have replaced others
+            (s.value for s in self.saves.values() if self._held(s, run) == MAYBE), default=0
+        )  # may have replaced older
         must = set[int]()
         for save, status in found:
             if status == YES and save.value > unsure:
