@@ -17,7 +17,7 @@ export CKPTKIT_TARGET = $@
 .PHONY: setup setup-system setup-cluster setup-s3 setup-stranger demo demo-guard demo-certify test test-long test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
-.PHONY: test-telemetry zoo simulate-protocol figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
+.PHONY: test-telemetry zoo simulate-protocol book figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
 
 # CONSTRAINTS: a file with releases that pip is not to go beyond.
 EXTRAS ?= trainer test lint
@@ -91,6 +91,10 @@ zoo: setup
 # The protocol of saves and restores in simulated jobs under faults, from a seed on: SEEDS=100000 FIRST=0.
 simulate-protocol: setup
 	$(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),10000) --first $(or $(FIRST),0)
+
+# Histories of jobs against an oracle of its own, with real processes: SEEDS=20000 FIRST=0. Every tenth has up to 4.
+book: setup
+	$(BIN)/python -m tests.book --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0)
 
 broadcast-campaign: setup
 	$(BIN)/python -m bench broadcast

@@ -1,0 +1,3 @@
+from tests.book.run import main
+
+main()

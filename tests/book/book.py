@@ -1,0 +1,298 @@
+"""The book: what was saved, where, in which order, and therefore which answers a restart may give.
+
+It knows nothing of epochs, slots, manifests or votes. Each save has a value of its own, and values grow in the order of
+saving. What a kill leaves unknown is `MAYBE`: the book then allows what one of the outcomes allows.
+
+Rules:
+- The newest save is the one made last on this branch. A higher number of a step does not make a save newer.
+- A root that was removed and made again is another root: no answer is a save of the first one.
+- A backup that was put back is the same root as it was then. No answer is of a run that it does not know of.
+- A run that could not record itself in the root may be an answer only while no other run has begun.
+- A save after the restore of an older one begins a branch: later saves of the branch before are abandoned.
+- A deleted save does not return, on whatever host it lay.
+- A tier keeps its `keep` newest saves, in the order of saving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+NO, MAYBE, YES = 0, 1, 2
+RAM, SSD, PEER, DURABLE = "ram", "ssd", "peer", "durable"
+
+
+class Disagreement(Exception):
+    """The library gave an answer that the book does not allow."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """The saves from a start or a restore on, until the next one."""
+
+    number: int
+    run: int
+    base: float  # the value from which it continues; 0: from nothing
+    began: float  # the value of its first save
+    status: int  # whether the root knows of it
+
+
+@dataclass(slots=True, kw_only=True)
+class Root:
+    """A durable root as it is now. A copy of the root is a copy of this record."""
+
+    identity: int
+    segments: list[Segment] = field(default_factory=list)
+    durable: dict[int, int] = field(default_factory=dict)  # value: is it there
+    deleted: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Save:
+    """One save that a run has made."""
+
+    value: int
+    step: int
+    root: int
+    place: str  # the path of the root
+    run: int
+    segment: int
+    hosts: tuple[str, ...]  # of its processes
+    sharded: bool  # no process has all of it
+    fast: dict[str, list[int]]  # tier: for each process, whether its share is there
+    alone: bool  # the root did not know of its run when it was made, and could not be told
+    peer: int = NO
+    peers_lost: set[str] = field(default_factory=set)  # hosts that have lost the copies that they kept
+
+    def shares(self, tier: str) -> Iterator[tuple[str, int]]:
+        """The host of each process, and whether its share is in a tier there."""
+        return zip(self.hosts, self.fast.get(tier, ()), strict=False)
+
+    def held(self, hosts: Collection[str], tiers: Collection[str], place: str) -> int:
+        """Whether these hosts have all of it in these fast tiers."""
+        most = YES if place == self.place else MAYBE
+        shares = [NO] * len(self.hosts)
+        for tier in tiers:
+            for process, (host, found) in enumerate(self.shares(tier)):
+                shares[process] = max(shares[process], min(most, found) if host in hosts else NO)
+        found = min(shares) if self.sharded else max(shares)
+        if PEER in tiers and self.peer:
+            gone = {host for host in self.hosts if host not in hosts or host in self.peers_lost}
+            if gone != set(self.hosts):
+                found = max(found, min(most, self.peer if len(gone) <= 1 else MAYBE))
+            elif found == NO and set(self.hosts) & set(hosts):
+                found = MAYBE
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One run, as far as it has come."""
+
+    number: int
+    hosts: tuple[str, ...]
+    tiers: Sequence[str]
+    keep: dict[str, int | None]
+    sharded: bool
+    root: Root
+    place: str
+    segment: Segment | None = None  # None: the next save begins one
+    base: int = 0
+    restored: bool = False  # and not saved since
+    writable: bool = True
+    troubled: bool = False  # it was not writable for a time
+    in_flight: list[int] = field(default_factory=list)
+
+
+class Book:
+    """What a history has made so far."""
+
+    def __init__(self) -> None:
+        self.saves: dict[int, Save] = {}
+        self.roots: dict[str, Root] = {}  # by path
+        self._count = 0
+
+    # What happens between runs.
+
+    def lose(self, host: str, tiers: Collection[str]) -> None:
+        """A host loses what it holds in these tiers: it was rebooted (ram), or replaced (all)."""
+        for save in self.saves.values():
+            for tier in set(tiers) & set(save.fast):
+                save.fast[tier] = [NO if at == host else found for at, found in save.shares(tier)]
+            if RAM in tiers:
+                save.peers_lost.add(host)
+
+    # What a run does.
+
+    def open(self, place: str, hosts: Sequence[str], config: Any) -> Run:
+        """A run starts. A root that is not there is made."""
+        self._count += 1
+        root = self.roots.setdefault(place, Root(identity=self._count))
+        settings = {name: config[name] for name in ("tiers", "keep", "sharded")}
+        return Run(number=self._count, hosts=tuple(hosts), root=root, place=place, **settings)
+
+    def restored(self, run: Run, value: int | None) -> None:
+        """The run has restored this save: its next save continues from there."""
+        run.base, run.segment, run.restored = value or 0, None, True
+
+    def begin_save(self, run: Run, value: int, step: int) -> None:
+        """A process has called `save`."""
+        run.segment = run.segment or self._begin(run, value)
+        self.saves[value] = Save(
+            value=value, step=step, root=run.root.identity, place=run.place, run=run.number,
+            segment=run.segment.number, hosts=run.hosts, sharded=run.sharded,
+            fast={tier: [MAYBE] * len(run.hosts) for tier in run.tiers if tier in (RAM, SSD)},
+            peer=MAYBE if PEER in run.tiers else NO,
+            alone=not run.writable and run.segment.status != YES,
+        )  # fmt: skip
+        run.root.durable[value] = MAYBE
+        run.in_flight.append(value)
+        for tier in run.tiers:
+            self._prune(run, self.saves[value], tier, certain=False)
+
+    def _begin(self, run: Run, began: float) -> Segment:
+        self._count += 1
+        segment = Segment(number=self._count, run=run.number, base=run.base, began=began, status=MAYBE)
+        run.root.segments.append(segment)
+        return segment
+
+    def end_save(self, run: Run, value: int, *, taken: bool) -> None:
+        """`save` has returned on all processes."""
+        if taken:
+            run.restored = False
+            return
+        run.in_flight.remove(value)
+        del self.saves[value], run.root.durable[value]
+        if run.segment is not None and run.segment.began == value:
+            run.root.segments.remove(run.segment)
+            run.segment = None
+
+    def settled(self, run: Run, found: dict[int, Collection[str]]) -> None:
+        """All saves are in their tiers: `found` has the tiers of each step, as the manager reports them."""
+        for value in run.in_flight:
+            save = self.saves[value]
+            is_last = not any(self.saves[v].step == save.step for v in run.in_flight if v > value)
+            tiers = found.get(save.step, ()) if is_last else ()
+            run.root.durable[value] = YES if DURABLE in tiers else NO
+            for tier in save.fast:
+                save.fast[tier] = [YES if tier in tiers else MAYBE] * len(save.hosts)
+            save.peer = YES if PEER in tiers and len(set(save.hosts)) > 1 else save.peer
+            if run.segment and tiers and (DURABLE in tiers or not run.troubled):
+                run.segment.status = YES
+            for tier in tiers:
+                self._prune(run, save, tier, certain=True)
+        run.in_flight.clear()
+
+    def deleted(self, run: Run, step: int, *, certain: bool) -> None:
+        """The run has deleted a step."""
+        found, durable = self.candidates(run), run.root.durable
+        for save, status in [(save, status) for save, status in found if save.step == step]:
+            run.root.deleted[save.value] = YES if certain else MAYBE
+            durable[save.value] = min(NO if certain else MAYBE, durable.get(save.value, NO))
+            run.restored &= save.value != run.base
+            for old, _ in found if status == MAYBE else ():  # it may have replaced them
+                durable[old.value] = min(MAYBE, durable.get(old.value, NO))
+                self._weaken(old, run.tiers, old.hosts)
+
+    def closed(self, run: Run) -> None:
+        """The run has ended by `close`, which may copy the restored step to the root."""
+        if run.restored and run.base:
+            run.root.durable[run.base] = max(MAYBE, run.root.durable.get(run.base, NO))
+            self._begin(run, max(self.saves) + 0.5)
+
+    def _prune(self, run: Run, save: Save, tier: str, *, certain: bool) -> None:
+        """A tier has taken a save: what is not among the newest there may be gone."""
+        kept = run.keep.get(tier)
+        if tier == DURABLE:
+            held = [v for v, found in run.root.durable.items() if found and v <= save.value]
+            on_branch = [v for v in sorted(held, reverse=True) if self._stands(self.saves[v], run.root)]
+            for value in held if kept is not None and certain else ():
+                if value not in on_branch[:kept]:
+                    run.root.durable[value] = MAYBE
+            return
+        newest = 0
+        for old in sorted(self.saves.values(), key=lambda each: -each.value):
+            if old.value > save.value or old.place != save.place:
+                continue
+            alike = old.hosts == save.hosts and old.root == save.root and self._stands(old, run.root) > NO
+            newest += alike and (old.peer if tier == PEER else min(old.fast.get(tier, [NO]))) > NO
+            if (certain or not alike) and old is not save and not (alike and newest <= (kept or 1)):
+                self._weaken(old, [tier], save.hosts)
+
+    @staticmethod
+    def _weaken(save: Save, tiers: Collection[str], hosts: Collection[str]) -> None:
+        for tier in set(tiers) & set(save.fast):
+            save.fast[tier] = [min(f, MAYBE) if host in hosts else f for host, f in save.shares(tier)]
+        if PEER in tiers and set(hosts) & set(save.hosts):
+            save.peer = min(save.peer, MAYBE)
+
+    # What may be answered.
+
+    def _known(self, save: Save, root: Root) -> int:
+        """Whether the root knows of the run that made a save."""
+        for segment in root.segments:
+            if segment.number == save.segment and (segment.status == YES or not save.alone):
+                return segment.status
+        if save.alone:
+            later = [s for s in root.segments if s.began > save.value and s.run != save.run and s.status == YES]
+            return MAYBE if all(segment.base >= save.value for segment in later) else NO
+        return MAYBE if any(segment.run == save.run for segment in root.segments) else NO
+
+    def _stands(self, save: Save, root: Root) -> int:
+        """Whether a save is on the branch that the root continues."""
+        if save.root != root.identity:
+            return NO
+        found = min(self._known(save, root), YES - root.deleted.get(save.value, NO))
+        for segment in root.segments:
+            if segment.base < save.value < segment.began:  # one that began from nothing did not know of it
+                found = min(found, YES - segment.status if segment.base else MAYBE)
+        return found
+
+    def candidates(self, run: Run, *, durable_only: bool = False) -> list[tuple[Save, int]]:
+        """The saves that a restart may give, newest first, and whether it has them for sure."""
+        found = []
+        for save in sorted(self.saves.values(), key=lambda each: -each.value):
+            fast = NO if durable_only else save.held(run.hosts, run.tiers, run.place)
+            status = min(max(fast, run.root.durable.get(save.value, NO)), self._stands(save, run.root))
+            found += [(save, status)] if status > NO else []
+        return found
+
+    def answers(self, run: Run, *, step: int | None = None, durable_only: bool = False) -> list[Save | None]:
+        """What a restore of the newest save, or of a step, may give; None: nothing."""
+        allowed: list[Save | None] = []
+        for save, status in self.candidates(run, durable_only=durable_only):
+            if step in (None, save.step):
+                allowed.append(save)
+                if status == YES:
+                    return allowed
+        return [*allowed, None]
+
+    def steps(self, run: Run) -> tuple[set[int], set[int]]:
+        """The steps that `all_steps` must list, and those that it may list."""
+        found = self.candidates(run)
+        newest = {save.step: save for save, _ in reversed(found)}  # a step is listed once
+        unsure = max(
+            (save.value for save, status in found if status == MAYBE), default=0
+        )  # it may have replaced others
+        must = set[int]()
+        for save, status in found:
+            if status == YES and save.value > unsure:
+                alike = save.hosts == run.hosts and replace(save, sharded=True).held(run.hosts, run.tiers, run.place)
+                if not must or alike == YES or run.root.durable.get(save.value) == YES:
+                    must.add(save.step)  # on other hosts than it was saved on, only the newest is promised
+        if run.restored:  # those after the restored one are about to be abandoned
+            must = {step for step in must if newest[step].value <= run.base}
+        return must, set(newest)
+
+    def strangers(self, run: Run) -> tuple[bool, bool]:
+        """Whether hosts of this run surely hold saves that it may not take: of another root, of runs that it does not
+        know. A person is told of them at the start."""
+        foreign = unknown = False
+        for save in self.saves.values():
+            shares = [share for tier in run.tiers for share in save.shares(tier)]
+            if save.place == run.place and any(found == YES and host in run.hosts for host, found in shares):
+                known = save.alone or self._known(save, run.root) > NO
+                foreign |= save.root != run.root.identity
+                unknown |= save.root == run.root.identity and not known
+        return foreign, unknown
