@@ -99,9 +99,11 @@ class Retention:
 
     def _give_up(self, name: str, problems: list[tuple[str, Exception]]) -> bool:
         """Forgets the saves that neither the tier's policy nor another reason keeps, and without a policy those that a
-        rollback abandoned: its record may not have reached the root. False if no policy can decide yet."""
+        rollback of a run without a record abandoned: a restart would not know of it. False if no policy can decide
+        yet."""
         kept, arena = self._protect(name), self._arenas[name]
-        abandoned = {save_id for save_id in arena.held() if self._ledger.ancestry.superseded(save_id)}
+        unrecorded = [save_id for save_id in arena.held() if save_id.after]
+        abandoned = {save_id for save_id in unrecorded if self._ledger.ancestry.superseded(save_id)}
         if kept or abandoned:
             forgotten = (self._ledger.committed_in(name) if kept else abandoned) - arena.protected
             try:

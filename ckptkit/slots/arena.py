@@ -124,7 +124,7 @@ class Arena:
         self.method: Method = "direct"  # how these are written, where the file system allows it
         self._probed = False
         self._protected: dict[str, frozenset[SaveId]] = {}  # by the reason
-        self._adopted: list[Arena] = []  # of processes that ended: without slots of their own, they only give up
+        self._adopted: list[Arena] = []  # of processes that ended: nothing is saved there any more
         self._outgrown: set[str] = set()  # slots that a job of another size made, until they are made anew
         # Until the first save that all commit, the state of such a job takes room on this host: each process makes one
         # slot, so that every one of them can commit.
@@ -172,7 +172,7 @@ class Arena:
     def adopt(self) -> None:
         """Takes the directories of this host that no process holds, with what ended processes of a larger job left.
 
-        To be called by one process of a host, when all have opened their arenas. A restore finds what they hold. What
+        To be called by one process of a host, when all have opened their arenas. A restore finds their saves. A save that
         this arena does not protect any more is removed, at the latest for the first save, and a directory once it holds
         nothing. If this process dies between, the next one finds the rest.
         """

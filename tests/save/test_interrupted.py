@@ -28,7 +28,7 @@ PACKAGE = str(Path(ckptkit.__file__).parent)
 
 
 class Interrupted(BaseException):
-    """What a handler raises in the caller."""
+    """Raised in the caller, as by a handler of signals."""
 
 
 @pytest.fixture

@@ -29,13 +29,13 @@ def host() -> Iterator[Path]:
 
 
 def unlink_slots(directory: Path) -> None:
-    """What a cleaner does."""
+    """As a cleaner does."""
     for path in directory.glob("slot-*"):
         path.unlink()
 
 
 def replace_slots(directory: Path) -> None:
-    """What a copy over the directory does."""
+    """As a copy over the directory does."""
     for path in directory.glob("slot-*"):
         other = path.with_name("other")
         other.write_bytes(path.read_bytes())
