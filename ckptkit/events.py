@@ -182,7 +182,7 @@ class EventLog:
         self._observers: list[Callable[[Event], None]] = []
         self._named: set[str] = set()  # which observers there are that several managers would add
         self._tells_steps = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may emit in the middle of an emit
         self._fd: int | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
