@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
+from statistics import median_low
 from typing import Literal, NamedTuple
 
 from ckptkit.events import LOG_NAME, Event, Kind, read_events
@@ -305,14 +306,14 @@ def _with_plausible_stamps(log: Sequence[Event]) -> Sequence[Event]:
     """A log without single events whose stamps cannot be right: a host may count from 1970 until its clock is set.
 
     A log is written in the order of time. An event is left out if it is more than `_ODD_S` outside the time between its
-    neighbours, and at an end of the log if it is more than `_FAR_S` from the rest."""
+    neighbours, and at an end of the log if it is more than `_FAR_S` from the middle one."""
     kept: list[Event] = []
+    middle_s = median_low(event.at_s for event in log) if log else 0.0
     for place, event in enumerate(log):
         low_s = kept[-1].at_s if kept else None
         high_s = log[place + 1].at_s if place + 1 < len(log) else None
         if low_s is None or high_s is None:
-            near_s = high_s if low_s is None else low_s
-            is_right = near_s is None or abs(event.at_s - near_s) <= _FAR_S
+            is_right = abs(event.at_s - middle_s) <= _FAR_S
         else:
             is_right = low_s > high_s or low_s - _ODD_S <= event.at_s <= high_s + _ODD_S
         if is_right:

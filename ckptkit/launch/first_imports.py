@@ -11,14 +11,76 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 
 # Their import depends on the environment, the path and their files, and changes nothing that a fork would lose.
 LIBRARIES = frozenset(
-    "absl chex ckptkit click etils flax grain humanize jax jaxlib jaxtyping ml_dtypes msgpack numpy opt_einsum optax "
-    "orbax rich tensorstore toolz tqdm treescope typing_extensions xxhash yaml zstandard".split()
+    [
+        "absl",
+        "chex",
+        "ckptkit",
+        "click",
+        "etils",
+        "flax",
+        "grain",
+        "humanize",
+        "jax",
+        "jaxlib",
+        "jaxtyping",
+        "ml_dtypes",
+        "msgpack",
+        "numpy",
+        "opt_einsum",
+        "optax",
+        "orbax",
+        "rich",
+        "tensorstore",
+        "toolz",
+        "tqdm",
+        "treescope",
+        "typing_extensions",
+        "xxhash",
+        "yaml",
+        "zstandard",
+    ]
 )
-# Calls of these at the top of a module change nothing outside of it.
-_PURE_MODULES = frozenset("abc click collections contextlib dataclasses enum functools math pathlib re struct typing".split())
-_PURE_CALLS = frozenset(("logging.getLogger", "threading.Lock", "threading.RLock", "threading.local"))
-_PURE_BUILTINS = frozenset("bool bytes dict float frozenset int len list max min range set str tuple".split())
-_PURE_BASES = frozenset(name for name in dir(builtins) if isinstance(getattr(builtins, name), type))
+
+
+def _named(home: str, names: str) -> frozenset[str]:
+    return frozenset(f"{home}.{name}" for name in names.split())
+
+
+# Calls at the top of a module that change nothing outside of it, and call nothing of the program.
+_PURE_CALLS = frozenset(
+    ["bool", "bytes", "dict", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "str", "tuple"]
+).union(
+    _named("click", "Choice DateTime File FloatRange IntRange Path argument command group option version_option"),
+    _named("collections", "Counter OrderedDict deque namedtuple"),
+    _named("contextlib", "suppress"),
+    _named("dataclasses", "dataclass field"),
+    _named("enum", "auto"),
+    _named("functools", "lru_cache partial wraps"),
+    _named("logging", "getLogger"),
+    _named("pathlib", "Path PurePath"),
+    _named("re", "compile"),
+    _named("struct", "Struct"),
+    _named("threading", "Lock RLock local"),
+    _named("typing", "NewType ParamSpec TypeVar TypeVarTuple cast"),
+)
+# Decorators that do not call what they decorate.
+_DECORATORS = frozenset(("classmethod", "property", "staticmethod", "abc.abstractmethod", "chex.dataclass")).union(
+    _named("click", "argument command group option pass_context version_option"),
+    _named("contextlib", "asynccontextmanager contextmanager"),
+    _named("dataclasses", "dataclass"),
+    _named("enum", "unique"),
+    _named("flax.linen", "compact jit remat"),
+    _named("flax.nnx", "jit remat"),
+    _named("flax.struct", "dataclass"),
+    _named("functools", "cache cached_property lru_cache total_ordering wraps"),
+    _named("jax", "checkpoint custom_jvp custom_vjp grad jit remat value_and_grad vmap"),
+    _named("typing", "final no_type_check overload override runtime_checkable"),
+)
+_BASE_HOMES = frozenset(["abc", "collections", "contextlib", "enum", "typing"]) | LIBRARIES
+_BUILTIN_TYPES = frozenset(name for name in dir(builtins) if isinstance(getattr(builtins, name), type))
+# Functions that Python calls by itself while a module is executed.
+_CALLED = frozenset(["__class_getitem__", "__getattr__", "__init_subclass__", "__prepare__", "__set_name__"])
+_CALLED_BY_ENUM = frozenset(["__init__", "__new__", "_generate_next_value_"])
 _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -145,30 +207,43 @@ def _changes_nothing(statement: ast.stmt, bound: dict[str, str]) -> bool:
         return True
     if isinstance(statement, ast.Expr):
         return isinstance(statement.value, ast.Constant)
+    if "*" in bound:  # it may have brought any name
+        return False
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        rest = [statement.value, getattr(statement, "annotation", None)]
-        leaves = [leaf for each in targets for leaf in (each.elts if isinstance(each, ast.Tuple) else [each])]
-        names = [leaf.id for leaf in leaves if isinstance(leaf, ast.Name)]
-        bound.update(dict.fromkeys(names, ""))
-        return len(names) == len(leaves) and all(_is_pure(each, bound) for each in rest if each is not None)
+        return _binds_names(statement, bound)
     if isinstance(statement, ast.If):
         is_for_types = isinstance(statement.test, ast.Name) and bound.get(statement.test.id) == "typing.TYPE_CHECKING"
         return is_for_types and not statement.orelse
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-        bound[statement.name] = ""
-        return statement.name != "__getattr__" and all(_is_pure(each, bound) for each in _evaluated(statement)) and (
-            all(_is_decorator(each, bound) for each in statement.decorator_list)
-        )
-    if isinstance(statement, ast.ClassDef):
-        bases = all(_is_base(each, bound) for each in statement.bases)
+        is_pure = all(_is_pure(each, bound) for each in _evaluated(statement)) and statement.name not in _CALLED
         decorated = all(_is_decorator(each, bound) for each in statement.decorator_list)
-        inner = dict(bound)
         bound[statement.name] = ""
-        return bases and decorated and not statement.keywords and all(
-            _changes_nothing(each, inner) for each in statement.body
-        )
-    return False
+        return is_pure and decorated
+    return isinstance(statement, ast.ClassDef) and _makes_class(statement, bound)
+
+
+def _binds_names(statement: ast.Assign | ast.AnnAssign | ast.AugAssign, bound: dict[str, str]) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    leaves = [leaf for each in targets for leaf in (each.elts if isinstance(each, ast.Tuple) else [each])]
+    names = [leaf.id for leaf in leaves if isinstance(leaf, ast.Name)]
+    read = filter(None, (statement.value, getattr(statement, "annotation", None)))
+    is_pure = len(names) == len(leaves) and all(_is_pure(each, bound) for each in read)
+    bound.update(dict.fromkeys(names, ""))
+    return is_pure
+
+
+def _makes_class(statement: ast.ClassDef, bound: dict[str, str]) -> bool:
+    bases = [_origin(each.value if isinstance(each, ast.Subscript) else each, bound) for each in statement.bases]
+    homes = {base.partition(".")[0] for base in bases if base not in _BUILTIN_TYPES}
+    functions = {each.name for each in statement.body if isinstance(each, ast.FunctionDef)}
+    is_usual = not statement.keywords and homes <= _BASE_HOMES and not ("enum" in homes and functions & _CALLED_BY_ENUM)
+    decorated = all(_is_decorator(each, bound) for each in statement.decorator_list)
+    inner = dict(bound)
+    is_pure = all(_is_pure(each, bound) for each in statement.bases) and all(
+        _changes_nothing(each, inner) for each in statement.body
+    )
+    bound[statement.name] = ""
+    return is_usual and decorated and is_pure
 
 
 def _evaluated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.expr]:
@@ -193,30 +268,25 @@ def _origin(node: ast.expr, bound: dict[str, str]) -> str:
 
 
 def _is_pure(node: ast.expr, bound: dict[str, str]) -> bool:
-    return all(_is_pure_call(each.func, bound) for each in ast.walk(node) if isinstance(each, ast.Call)) and not any(
-        isinstance(each, ast.NamedExpr | ast.Await) for each in ast.walk(node)
-    )
-
-
-def _is_pure_call(function: ast.expr, bound: dict[str, str]) -> bool:
-    origin = _origin(function, bound)
-    return origin in _PURE_CALLS or origin in _PURE_BUILTINS or origin.partition(".")[0] in _PURE_MODULES
+    """Whether all calls in an expression are known, and nothing but names of comprehensions is bound."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call):
+            has_key = any(keyword.arg in (None, "key") for keyword in each.keywords)  # `key` is called
+            if has_key or _origin(each.func, bound) not in _PURE_CALLS:
+                return False
+        elif isinstance(each, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) or (
+            isinstance(each, ast.Attribute | ast.Subscript) and not isinstance(each.ctx, ast.Load)
+        ):
+            return False
+    return True
 
 
 def _is_decorator(node: ast.expr, bound: dict[str, str]) -> bool:
-    function = node.func if isinstance(node, ast.Call) else node
-    given = [*node.args, *(each.value for each in node.keywords)] if isinstance(node, ast.Call) else []
-    origin = _origin(function, bound)
-    builtin = origin in ("property", "staticmethod", "classmethod")
-    known = builtin or origin.partition(".")[0] in _PURE_MODULES | LIBRARIES
-    return (known or _is_setter(node)) and all(_is_pure(each, bound) for each in given)
-
-
-def _is_setter(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr in ("setter", "deleter") and isinstance(node.value, ast.Name)
-
-
-def _is_base(node: ast.expr, bound: dict[str, str]) -> bool:
-    node = node.value if isinstance(node, ast.Subscript) else node
-    origin = _origin(node, bound)
-    return origin in _PURE_BASES or origin.partition(".")[0] in _PURE_MODULES | LIBRARIES
+    if isinstance(node, ast.Attribute) and node.attr in ("setter", "deleter") and isinstance(node.value, ast.Name):
+        return True
+    if not isinstance(node, ast.Call):
+        return _origin(node, bound) in _DECORATORS
+    given = [*node.args, *(each.value for each in node.keywords)]
+    if _origin(node.func, bound) == "functools.partial":  # the decorator is its first argument
+        return bool(node.args) and _is_decorator(node.args[0], bound) and all(_is_pure(each, bound) for each in given)
+    return _origin(node.func, bound) in _DECORATORS and all(_is_pure(each, bound) for each in given)

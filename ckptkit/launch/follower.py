@@ -6,7 +6,6 @@ import os
 import queue
 import signal
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, final
 

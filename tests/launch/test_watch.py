@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.launch import HangPolicy
+from ckptkit.launch import HangPolicy, RestartPolicy
 from ckptkit.launch.watch import Hang, Watch
 from ckptkit.util.heartbeat import Beats, Saves
 
@@ -93,9 +93,8 @@ def test_loop_that_calls_only_where_it_saves_is_never_ended_by_default(
         watch.begin(attempt)
         now[0] += 1e6
         assert watch.look({0: None}) is None
-        done = Beats(
-            count=saves + 1, step=saves, at_s=now[0], longest_s=1.0, first_step=1, first_s=now[0], saves=Saves(count=saves)
-        )
+        saved = Saves(count=saves)
+        done = Beats(count=saves + 1, step=saves, at_s=now[0], longest_s=1.0, first_step=1, first_s=now[0], saves=saved)
         now[0] += 1e7
         assert watch.look({0: done}) is None
 
@@ -118,3 +117,9 @@ def test_process_without_a_step_is_named_before_those_that_wait_for_it(monkeypat
     now[0] = 200.0
     assert watch.look({0: at(2, 130.0), 1: at(1, 120.0), 2: None}) == lost(2, 70.0)
     assert watch.look({0: at(2, 130.0), 1: at(1, 120.0)}) == lost(1, 70.0)
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 1023, 1024, 10**9])
+def test_wait_before_a_restart_has_a_bound(restarts: int) -> None:
+    """A job with many restarts would end with an OverflowError of its launcher."""
+    assert RestartPolicy(backoff_s=1.0).backoff_after(restarts) == min(60.0, 2.0 ** min(restarts, 10))
