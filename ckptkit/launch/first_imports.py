@@ -89,12 +89,12 @@ class _End(Exception):
 
 
 class FirstImports:
-    """`statements`: the imports of libraries, in the order in which the program `target` makes them. `files`: the source
-    files of the program that were read for that.
+    """`statements`: the imports of libraries, in the order in which the program `target` makes them. `files`: the
+    source files of the program that were read for that.
 
     All that a cold start runs before the last of them are imports of the standard library and statements that change
-    nothing outside of their module. So the libraries are the same if they are imported alone. `path` is `sys.path` as the
-    program begins with it; None: that of this process. Cost: parses the files.
+    nothing outside of their module. So the libraries are the same if they are imported alone. `path` is `sys.path` as
+    the program begins with it; None: that of this process. Cost: parses the files.
     """
 
     def __init__(self, kind: str, target: str, path: Sequence[str] | None = None):
@@ -247,7 +247,7 @@ def _makes_class(statement: ast.ClassDef, bound: dict[str, str]) -> bool:
 
 
 def _evaluated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.expr]:
-    """What is evaluated at the definition of a function, apart from its decorators."""
+    """The expressions that the definition of a function evaluates, apart from its decorators."""
     arguments = function.args
     yield from arguments.defaults
     yield from filter(None, arguments.kw_defaults)

@@ -78,7 +78,7 @@ def test_limit_before_a_first_step_is_learnt_from_earlier_attempts(monkeypatch: 
     assert watch.look({0: None}) is None
     now[0] += 2.0
     assert watch.look({0: None}) == lost(0, 3001.0, 3000.0, is_lost=False)
-    assert watch.look({0: None}) is None, "it is said once"
+    assert watch.look({0: None}) is None, "it is reported once"
     now[0] += 3000.0
     assert watch.look({0: None}) == lost(0, 6001.0, 3000.0)
 

@@ -1,4 +1,4 @@
-"""A program with a signal handler that emits and asks at every line of the library; in the middle of an emit it saves."""
+"""A program whose signal handler emits and asks at every line of the library; in the middle of an emit it saves."""
 
 from __future__ import annotations
 

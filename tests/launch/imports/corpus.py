@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-# What a module does at its import. SEEN is the same in every start, DRAWN another value in every process.
+# Acts of a module at its import. SEEN is the same in every start, DRAWN another value in every process.
 ACTS: Mapping[str, str] = {
     "reads_variable": "import os\nSEEN = os.environ.get('FLAVOUR')",
     "reads_rank": "import os\nSEEN = os.environ['CKPTKIT_PROCESS']",

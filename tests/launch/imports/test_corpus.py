@@ -13,13 +13,13 @@ from tests.launch.imports.corpus import Program, programs
 PROGRAMS = {program.name: program for program in programs()}
 SHORT = frozenset((
     "draws_numpy-after", "draws_numpy_global-after", "seeds_numpy-after", "draws_random-before", "reads_rank-after",
-    "script-sets-last", 
+    "script-sets-last",
 ))  # fmt: skip
 _POLICY = RestartPolicy(restarts=1, backoff_s=0.0, grace_s=60.0)
 
 
 def lines_of(program: Program, home: Path, *, is_cold: bool) -> tuple[list[str], list[str]]:
-    """What two processes print in two attempts, and what of it differs from process to process by design."""
+    """The lines of two processes in two attempts, and those of them that differ from process to process by design."""
     lines: list[tuple[int, str]] = []
     words = [sys.executable, *program.words, "{attempt}", "--steps", "5"]
     workers = Workers(
