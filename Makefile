@@ -16,7 +16,7 @@ export CKPTKIT_TARGET = $@
 
 .PHONY: setup setup-system setup-cluster setup-s3 setup-stranger demo demo-guard demo-certify test test-long test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost docs-cli docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
+.PHONY: proof-cost docs-cli imports-campaign docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
 .PHONY: test-telemetry zoo simulate-protocol book figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
 
 # CONSTRAINTS: a file with releases that pip is not to go beyond.
@@ -151,6 +151,10 @@ test-s3: .venv-s3/.ready
 test-others: setup
 	$(call require,$(VENV),others)
 	$(BIN)/python -m pytest tests/formats tests/conversion -k 'torch or hugging_face_loads or same_logits'
+
+# Programs that read, set and draw at their import: each prints the same with a template and without.
+imports-campaign: setup
+	$(BIN)/python -m pytest -m slow tests/launch/imports
 
 # What the pages show of the commands, from the commands themselves.
 docs-cli: setup

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import xxhash
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import ckptkit
+from ckptkit import CheckpointManager, Event, EventLog, EverySteps, Kind, ProcessOptions, Tier
 from trainer.cluster import let_every_process_write_cache, use_compile_cache
 
 RAM_EVERY, SSD_EVERY, DURABLE_EVERY = 2, 4, 8
@@ -41,11 +41,9 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="no checkpoints")
     args = parser.parse_args()
     own = Path(os.environ["HOST_DIR"])
-    log = ckptkit.EventLog(
-        own / "events" / f"attempt-{args.attempt}-process-{args.process}.jsonl", process=args.process
-    )
+    log = EventLog(own / "events" / f"attempt-{args.attempt}-process-{args.process}.jsonl", process=args.process)
     log.observe(_tell)
-    log.emit(ckptkit.Kind.STARTED, attempt=args.attempt, pid=os.getpid())
+    log.emit(Kind.STARTED, attempt=args.attempt, pid=os.getpid())
     with log.span("initialization"):
         use_compile_cache(args.compile_cache or str(own / "compile-cache"))
         jax.distributed.initialize(heartbeat_timeout_seconds=30)
@@ -81,9 +79,7 @@ def main() -> None:
     with log.span("training_prep"):
         state, step = (restored["state"], restored["data"]["step"]) if restored is not None else (begin(), 0)
         del restored, handle
-    log.emit(
-        ckptkit.Kind.RESUMED, step=step, repeated=None, processes=args.processes, mesh=f"data={replicas},fsdp=rest"
-    )
+    log.emit(Kind.RESUMED, step=step, repeated=None, processes=args.processes, mesh=f"data={replicas},fsdp=rest")
     end = None if args.steps is None or args.attempt < args.last_attempt else step + args.steps
     with (own / f"proof-{args.attempt}.jsonl").open("a", buffering=1) as proof:
         while end is None or step < end:
@@ -100,7 +96,7 @@ def main() -> None:
     if manager is not None:
         with log.span("checkpoint_save"):
             manager.close()
-    log.emit(ckptkit.Kind.FINISHED)
+    log.emit(Kind.FINISHED)
     jax.distributed.shutdown()
 
 
@@ -126,23 +122,23 @@ def step_of(state: dict[str, Any]) -> dict[str, Any]:
     return {"w": w, "moment": moment, "small": small, "key": state["key"], "count": state["count"] + 1}
 
 
-def make_manager(own: Path, process: int, log: ckptkit.EventLog, *, has_copies: bool) -> ckptkit.CheckpointManager:
+def make_manager(own: Path, process: int, log: EventLog, *, has_copies: bool) -> CheckpointManager:
     """Ramdisk, SSD and durable tier, as the host has them; with copies on other hosts if asked for."""
     tiers = [
-        ckptkit.Tier.ram(os.environ["RAM"], save=ckptkit.EverySteps(RAM_EVERY)),
-        ckptkit.Tier.ssd(str(own / "ssd"), save=ckptkit.EverySteps(SSD_EVERY)),
-        *([ckptkit.Tier.peer()] if has_copies else []),
+        Tier.ram(os.environ["RAM"], save=EverySteps(RAM_EVERY)),
+        Tier.ssd(str(own / "ssd"), save=EverySteps(SSD_EVERY)),
+        *([Tier.peer()] if has_copies else []),
     ]
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=DURABLE_EVERY, max_to_keep=3, cleanup_tmp_directories=True
     )
-    return ckptkit.CheckpointManager(
+    return CheckpointManager(
         os.environ["DURABLE"],
         options=options,
         tiers=tiers,
         host_id=f"host-{process}",
         events=log,
-        processes=ckptkit.ProcessOptions(timeout_s=60.0),
+        processes=ProcessOptions(timeout_s=60.0),
     )
 
 
@@ -163,11 +159,11 @@ def _args(state: Any, step: int) -> Any:
     )
 
 
-def _tell(event: ckptkit.Event) -> None:
+def _tell(event: Event) -> None:
     """The moments at which the bench may kill."""
-    if event.kind == ckptkit.Kind.PHASE:
+    if event.kind == Kind.PHASE:
         print(f"phase {event.tier or 'save'} {event.fields['phase']}", flush=True)
-    elif event.kind == ckptkit.Kind.PLANNED:
+    elif event.kind == Kind.PLANNED:
         print("phase restore planned", flush=True)
 
 

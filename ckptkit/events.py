@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -154,6 +153,18 @@ class Event:
             raise ValueError(f"not an event: {line[:200]!r}") from error
 
 
+class _OpenFile:
+    """A file that is closed once no thread uses it: else a line could go to another file with the same number."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int):
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 class EventLog:
     """Appends events to a JSONL file and shows each to observers.
 
@@ -182,12 +193,11 @@ class EventLog:
         self._observers: list[Callable[[Event], None]] = []
         self._named: set[str] = set()  # which observers there are that several managers would add
         self._tells_steps = False
-        self._lock = threading.Lock()
-        self._fd: int | None = None
+        self._file: _OpenFile | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            _cut_torn_line(self._fd)
+            self._file = _OpenFile(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            _cut_torn_line(self._file.fd)
         self._exports = _Exports(exporters, process) if exporters else None
 
     @classmethod
@@ -227,9 +237,10 @@ class EventLog:
             attempt = max([*used, (_variable("SLURM_RESTART_COUNT") or 0) - 1]) + 1
             path = root / f"attempt-{attempt}-process-{self._process}.jsonl"
             try:
-                self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             except FileExistsError:  # another start took the number since the listing
                 continue
+            self._file = _OpenFile(fd)
             return attempt
 
     @property
@@ -240,7 +251,7 @@ class EventLog:
     @property
     def has_file(self) -> bool:
         """Whether events go to a file, and not to observers alone."""
-        return self._fd is not None
+        return self._file is not None
 
     @property
     def tells_steps(self) -> bool:
@@ -268,7 +279,7 @@ class EventLog:
 
     def record(self, event: Event) -> None:
         """Records an event whose time is given, as `emit` records one that happens now: for logs of others."""
-        if self._fd is not None:
+        if self._file is not None:
             self._append((event.to_json() + "\n").encode())
         if self._exports is not None:
             self._exports.hand_over.put(event)
@@ -279,12 +290,12 @@ class EventLog:
                 _log.exception("an observer of events failed at a %s event", event.kind)
 
     def _append(self, line: bytes) -> None:
-        with self._lock:
-            try:
-                if self._fd is not None and os.write(self._fd, line) < len(line):
-                    _cut_torn_line(self._fd)
-            except OSError:
-                return
+        file = self._file  # no lock: a signal handler in the middle of this may wait for a thread that emits
+        try:
+            if file is not None and os.write(file.fd, line) < len(line):  # one write is appended as a whole
+                _cut_torn_line(file.fd)
+        except OSError:
+            return
 
     def span(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
         """Records the time spent in the block under goodput kind `name`; the event is stamped at its end."""
@@ -296,10 +307,7 @@ class EventLog:
         if self._exports is not None:
             self._exports.close()
             self._exports = None
-        with self._lock:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+        self._file = None
 
 
 class Exporter(Protocol):

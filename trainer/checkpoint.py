@@ -10,24 +10,35 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-import ckptkit
+from ckptkit import (
+    Alarm,
+    BroadcastOptions,
+    CheckpointManager,
+    EventLog,
+    EverySteps,
+    Guard,
+    GuardPolicy,
+    LastSave,
+    RestoreOptions,
+    Tier,
+)
 from trainer.config import CheckpointConfig, GuardConfig, InputError
 from trainer.data import Position, resume_position
 from trainer.step import State
 from trainer.stock import StockOrbax
 
 
-def make_guard(config: GuardConfig | None, events: ckptkit.EventLog) -> ckptkit.Guard | None:
+def make_guard(config: GuardConfig | None, events: EventLog) -> Guard | None:
     """The guard of a run, or None when it has none."""
     if config is None:
         return None
-    policy = ckptkit.GuardPolicy(
+    policy = GuardPolicy(
         margin_steps=config.margin_steps, skip_ahead_steps=config.skip_ahead_steps, retries_max=config.retries_max
     )
-    return ckptkit.Guard(policy=policy, events=events)
+    return Guard(policy=policy, events=events)
 
 
-def make_manager(config: CheckpointConfig, events: ckptkit.EventLog, guard: ckptkit.Guard | None = None) -> Any | None:
+def make_manager(config: CheckpointConfig, events: EventLog, guard: Guard | None = None) -> Any | None:
     """The checkpoint manager of a run, or None when it keeps no checkpoints. It keeps what `guard` may go back to.
 
     With one process the tiers `ram` and `ssd` need nothing of the others; with more, all processes call this together.
@@ -50,20 +61,20 @@ def make_manager(config: CheckpointConfig, events: ckptkit.EventLog, guard: ckpt
 
     tiers = []
     if config.ram is not None:
-        save = ckptkit.EverySteps(config.ram_every)
-        tiers.append(ckptkit.Tier.ram(config.ram, save=save, keep=guard.keep(config.ram_every) if guard else None))
+        save = EverySteps(config.ram_every)
+        tiers.append(Tier.ram(config.ram, save=save, keep=guard.keep(config.ram_every) if guard else None))
     if config.peer_copies:
-        tiers.append(ckptkit.Tier.peer(copies=config.peer_copies, save=ckptkit.EverySteps(config.ram_every)))
+        tiers.append(Tier.peer(copies=config.peer_copies, save=EverySteps(config.ram_every)))
     if config.ssd is not None:
-        save = ckptkit.EverySteps(config.ssd_every)
-        tiers.append(ckptkit.Tier.ssd(config.ssd, save=save, keep=guard.keep(config.ssd_every) if guard else None))
-    return ckptkit.CheckpointManager(
+        save = EverySteps(config.ssd_every)
+        tiers.append(Tier.ssd(config.ssd, save=save, keep=guard.keep(config.ssd_every) if guard else None))
+    return CheckpointManager(
         config.directory,
         options=options,
         tiers=tiers,
         host_id=config.host_id,
         events=events,
-        restoring=ckptkit.RestoreOptions(broadcast=ckptkit.BroadcastOptions(mode=config.broadcast)),
+        restoring=RestoreOptions(broadcast=BroadcastOptions(mode=config.broadcast)),
     )
 
 
@@ -85,13 +96,11 @@ def restore_newest(
     return result
 
 
-def go_back(
-    manager: Any, guard: ckptkit.Guard, alarm: ckptkit.Alarm, abstract_state: State, start: Position
-) -> tuple[State, Position]:
+def go_back(manager: Any, guard: Guard, alarm: Alarm, abstract_state: State, start: Position) -> tuple[State, Position]:
     """State and position of a save from before the alarm's trouble. All processes call this together.
 
     Raises:
-        ckptkit.GuardStopError: the guard went back too often, or no save is old enough.
+        GuardStopError: the guard went back too often, or no save is old enough.
     """
     restored = guard.roll_back(manager, alarm, args=wanted(abstract_state))
     position = resume_position(restored["data"], start)
@@ -115,7 +124,7 @@ def save_end(manager: Any | None, state: State, position: Position) -> None:
     A step is saved once, so its copies there go first; a loss in between costs the steps since the save before it.
     All processes call this together.
     """
-    if not isinstance(manager, ckptkit.CheckpointManager):
+    if not isinstance(manager, CheckpointManager):
         return  # without fast tiers what was restored is durable
     found = [record.tiers for record in manager.steps() if record.step == position.step and record.tiers]
     if found and not any("durable" in tiers for tiers in found):
@@ -126,7 +135,7 @@ def save_end(manager: Any | None, state: State, position: Position) -> None:
 class Preempted(Exception):
     """The cluster takes the machines back; `last` is what was saved before that, None without checkpoints."""
 
-    def __init__(self, step: int, last: ckptkit.LastSave | None):
+    def __init__(self, step: int, last: LastSave | None):
         self.last = last
         if last is None or not last.saved:
             super().__init__(f"preempted at step {step}: nothing was saved of it")
@@ -149,7 +158,7 @@ def leave_if_preempted(manager: Any | None, state: State, position: Position, gr
 def prepare(manager: Any | None, state: State, position: Position) -> None:
     """Begin to make the room that saves of this state, or abstract state, take, while the step compiles.
 
-    Raises ckptkit.StoreFullError where there is none: before anything was spent on the run.
+    Raises StoreFullError where there is none: before anything was spent on the run.
     """
     if manager is not None:
         manager.prepare(_args(state, position))
@@ -170,7 +179,7 @@ def _args(state: State, position: Position) -> Any:
     )
 
 
-def wait_until_staged(manager: Any | None, events: ckptkit.EventLog) -> None:
+def wait_until_staged(manager: Any | None, events: EventLog) -> None:
     """Wait for the last save's copy out of the device memory that the coming update will donate.
 
     It is within a step and yet the save's time: a span of its own keeps it from counting as productive.

@@ -18,7 +18,8 @@ from ckptkit.cli.outputs import OutputFile
 from ckptkit.cli.text import print_json, print_line
 from ckptkit.events import EventLog
 from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
-from ckptkit.launch.command import leading_imports, python_command
+from ckptkit.launch.command import path_of, python_command
+from ckptkit.launch.first_imports import FirstImports
 from ckptkit.launch.follower import Follower
 from ckptkit.launch.logs import LogFiles
 from ckptkit.launch.policy import ExitCode
@@ -84,9 +85,9 @@ EVENTS = click.option(
     "--preload",
     multiple=True,
     metavar="MODULE,...",
-    help="Import these before workers are forked [default: what the job imports].",
+    help="Import these before the program's first statement, though it may set what they read "
+    "[default: the libraries that it imports first].",
 )
-@click.option("--no-preload", "skip", multiple=True, metavar="MODULE,...", help="Never import these before a fork.")
 @COLD
 @HANG
 @click.option("--nnodes", metavar="MIN[:MAX]", help="Hosts of the job; more agents than MAX wait as spares.")
@@ -120,7 +121,6 @@ def run(
     grace_s: float,
     preempt_grace_s: float,
     preload: tuple[str, ...],
-    skip: tuple[str, ...],
     cold: bool,
     hang: HangPolicy | None,
     nnodes: str | None,
@@ -145,7 +145,7 @@ def run(
         raise click.UsageError("no command to launch: give it after --")
     if not command[0]:
         raise click.BadParameter("the command is empty", param_hint="-- COMMAND")
-    warm = WarmStart(preload=_words(preload), skip=_words(skip), is_cold=cold)
+    warm = WarmStart(preload=_words(preload), is_cold=cold)
     hosts = hosts_of(os.environ, nnodes, rank, rendezvous, secret_file)
     log = Path(events) / "launcher.jsonl" if events is not None else None
     try:
@@ -232,8 +232,9 @@ def _show_plan(
     elif warm.is_cold:
         start, why = "cold", "--cold"
     else:
-        start = "warm" if warm.preload or leading_imports(found) else "warm after the first attempt"
-        why = f"{found.kind} {found.target}"
+        start, why = "warm", f"{found.kind} {found.target}"
+        if not warm.preload and not FirstImports(found.kind, found.target, path_of(found)).statements:
+            start, why = "cold", f"{found.target} begins with no import that a template could make for it"
     if as_json:
         plan: dict[str, Any] = {
             "processes": processes,

@@ -16,6 +16,7 @@ from ckptkit.model import paths
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import make_durable, sync_directory, sync_tree
 from ckptkit.store.roots import root_url
+from ckptkit.util import unproven
 
 
 class _Direct:
@@ -33,8 +34,10 @@ class _Direct:
         return getattr(self._handler, "stock", self._handler)
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
-        """As Orbax's. Raises `NotJoinedError` in a worker of `ckptkit run` that has not joined its job."""
+        """As Orbax's. Raises `NotJoinedError` in a worker of `ckptkit run` that has not joined its job, and
+        `ProgramChangedError` after a compiled program that was refuted."""
         refuse_unjoined()
+        unproven.wait()
         stock: Any = super()
         return stock.save(*args, **kwargs)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
+from statistics import median_low
 from typing import Literal, NamedTuple
 
 from ckptkit.events import LOG_NAME, Event, Kind, read_events
@@ -94,6 +95,8 @@ def steps_done(directory: str | os.PathLike[str]) -> int | None:
 
 _SIGNS = frozenset({Kind.OPENED, Kind.SPAN, Kind.CALLED, Kind.STAGED})  # that a run goes on
 _KINDS_SHOWN = 3  # in a note
+_ODD_S = 3600.0  # so far outside of its neighbours' time no event of a log is right
+_FAR_S = 366 * 86400.0  # the same for its first and last event, which have one neighbour
 _CLOCK_S = 1e-3  # the start of a span is its end less a duration by another clock
 
 
@@ -187,7 +190,7 @@ def attempts_of(logs: Sequence[Sequence[Event]]) -> tuple[list[Attempt], list[Ev
     """
     lives: dict[tuple[int, int], list[Event]] = defaultdict(list)  # by number, and which start with that number
     launcher: list[Event] = []
-    for log in logs:
+    for log in map(_with_plausible_stamps, logs):
         if any(event.process < 0 for event in log):
             launcher.extend(log)
             continue
@@ -297,6 +300,25 @@ def lost_attempts(attempts: Sequence[Attempt], launcher: Sequence[Event]) -> lis
             ended.add(running)
     untold = {each.number for each in attempts[:-1] if not each.is_finished and each.number not in ended}
     return sorted(told | untold)
+
+
+def _with_plausible_stamps(log: Sequence[Event]) -> Sequence[Event]:
+    """A log without single events whose stamps cannot be right: a host may count from 1970 until its clock is set.
+
+    A log is written in the order of time. An event is left out if it is more than `_ODD_S` outside the time between its
+    neighbours, and at an end of the log if it is more than `_FAR_S` from the middle one."""
+    kept: list[Event] = []
+    middle_s = median_low(event.at_s for event in log) if log else 0.0
+    for place, event in enumerate(log):
+        low_s = kept[-1].at_s if kept else None
+        high_s = log[place + 1].at_s if place + 1 < len(log) else None
+        if low_s is None or high_s is None:
+            is_right = abs(event.at_s - middle_s) <= _FAR_S
+        else:
+            is_right = low_s > high_s or low_s - _ODD_S <= event.at_s <= high_s + _ODD_S
+        if is_right:
+            kept.append(event)
+    return kept
 
 
 def clock_of(attempts: Sequence[Attempt], launcher: Sequence[Event]) -> tuple[float, float]:

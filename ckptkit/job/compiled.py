@@ -136,7 +136,7 @@ class _Proof:
 
     def __init__(self, fn: Any, args: tuple[Any, ...], digest: bytes, path: Path):
         self._fn, self._args, self._digest, self._path = fn, args, digest, path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._mesh = jax.sharding.get_mesh()  # of this thread

@@ -6,7 +6,6 @@ import os
 import queue
 import signal
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -142,7 +141,7 @@ class Follower:
         elif what == "dump":
             self._local.dump()
         elif what == "preload":
-            self._preload(message["modules"])
+            self._preload()
         elif what == "refuse":
             raise ControlError(f"the first agent refuses this host: {message['why']}")
         elif what == "finish":
@@ -169,7 +168,6 @@ class Follower:
             attempt=self._attempt,
         )
         self._hooks.on_attempt(self._attempt)
-        self._local.learn([str(name) for name in message["modules"]])
         self._local.start(specs_of(self._workers.command, place, self._workers.prefixes))
         self._to_pass.clear()  # they were for workers that have ended: new ones have no handlers yet
         self._sent_beats = {}
@@ -177,10 +175,10 @@ class Follower:
         for child in self._alive:
             child.start_reading()
 
-    def _preload(self, modules: Sequence[str]) -> None:
+    def _preload(self) -> None:
         command = python_command(self._workers.command)
-        if modules and command is not None:
-            self._local.preload([str(name) for name in modules], command)
+        if command is not None:
+            self._local.preload(command)
 
     def _stop(self, grace_s: float) -> None:
         """SIGTERM, and SIGKILL after the grace, which a second order may cut."""

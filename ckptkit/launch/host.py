@@ -12,16 +12,14 @@ from typing import Any, final
 
 from ckptkit.launch import worker
 from ckptkit.launch.child import Child, Running, child_env, spawn, spawn_command
-from ckptkit.launch.command import PythonCommand, leading_imports, python_command
+from ckptkit.launch.command import PythonCommand, python_command
 from ckptkit.launch.policy import Hooks, Workers
 from ckptkit.launch.specs import WorkerSpec, has_placeholders
 from ckptkit.launch.standby import Standby, StandbyError
 from ckptkit.util import heartbeat
 from ckptkit.util.clock import monotonic_s
 
-_QUIET_S = 2.0  # after its last import a job that makes steps is taken to have imported what it needs
-_QUIET_WITHOUT_STEPS_S = 15.0  # the same for one that marks no steps, or not yet
-_NAMES_BYTES_MAX = 4 << 20
+_SETTLED_S = 15.0  # a job that marks no steps is taken to be started after that
 _LOSSES_MAX = 5
 
 
@@ -31,7 +29,6 @@ class _Place:
 
     prefix: tuple[str, ...]
     standby: Standby | None = None
-    told: tuple[str, ...] = ()  # the modules that this template was told to import
     skipped: set[str] = field(default_factory=set)
     losses: int = 0
 
@@ -54,10 +51,7 @@ class LocalHost:
         self._say = hooks.say
         self._places: dict[tuple[str, ...], _Place] = {}
         self._command: PythonCommand | None = None
-        self._names: int | None = None  # a file of the modules that workers of this host import
-        self._names_size, self._names_at_s = 0, 0.0
-        self._modules: tuple[str, ...] = () if warm is None else tuple(filter(warm.allows, warm.preload))
-        self._learns = warm is not None and not warm.preload  # until the workers have imported all they need
+        self._modules = () if warm is None else warm.preload
         self._started_s = monotonic_s()
         self.children: list[Child] = []
         self._beats: dict[int, mmap.mmap] = {}
@@ -73,13 +67,9 @@ class LocalHost:
             for spec in specs:
                 self._add(spec, spawn_command([*spec.prefix, *spec.argv], {**self._env, **spec.environment}))
             return
-        if self._warm is not None and self._warm.is_cold:
+        if self._is_cold:
             self._start_cold(command, specs)
             return
-        self._take_names()
-        if not self._modules and self._learns:
-            assert self._warm is not None
-            self._modules = tuple(filter(self._warm.allows, leading_imports(command)))
         is_first = not self._places  # a template imports as fast as a worker would, and makes all later starts warm
         by_prefix: dict[tuple[str, ...], list[WorkerSpec]] = {}
         for spec in specs:
@@ -93,51 +83,29 @@ class LocalHost:
         self._started_s = monotonic_s()
 
     def tick(self) -> None:
-        """Called again and again while workers run: starts a template once their imports are over."""
-        if self._warm is None or self._warm.is_cold or self._command is None:
+        """Called again and again while workers run: starts a template where there is none, once the job is started."""
+        if self._is_cold or self._command is None:
             return
-        if self._names is not None:
-            size = os.fstat(self._names).st_size
-            if size != self._names_size:
-                self._names_size, self._names_at_s = size, monotonic_s()
-            elif size and monotonic_s() - self._names_at_s > self._quiet_s():
-                self._take_names()
-                self._learns = False
-        is_settled = self._has_stepped() or monotonic_s() - self._started_s > _QUIET_WITHOUT_STEPS_S
+        is_settled = any(self.beats().values()) or monotonic_s() - self._started_s > _SETTLED_S
         for place in self._places.values():
             if place.standby is not None or place.losses or is_settled:  # before, it would slow down the start
                 self._ensure_template(place.prefix)
-            if is_settled:
-                self._grow(place)
-
-    def _has_stepped(self) -> bool:
-        return any(self.beats().values())
-
-    def _quiet_s(self) -> float:
-        return _QUIET_S if self._has_stepped() else _QUIET_WITHOUT_STEPS_S
 
     def _is_worth_waiting(self, specs: Sequence[WorkerSpec]) -> bool:
         """Whether workers wait for a template that imports: it does so once for all of them, each would for itself."""
         return len(specs) > 1 or (self._warm is not None and bool(self._warm.preload))
 
-    def learn(self, modules: Sequence[str]) -> None:
-        """Takes over what a template of this job imports, where that is not known here."""
-        self._modules = self._modules or tuple(modules)
-
-    def preload(self, modules: Sequence[str], command: PythonCommand) -> None:
-        """Makes a template before any worker has run here, or adds to its modules: a spare waits warm."""
+    def preload(self, command: PythonCommand) -> None:
+        """Makes a template before any worker has run here: a spare waits warm."""
         if self._warm is None or self._warm.is_cold:
             return
-        self._modules = tuple(dict.fromkeys((*self._modules, *modules)))
         self._command = command
         self._ensure_template(())
-        if (place := self._places.get(())) is not None:
-            self._grow(place)
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """The modules that a template of this job imports; empty until they are known."""
-        return self._modules
+    def is_warm(self) -> bool:
+        """Whether this job has a template here: other hosts can have one too."""
+        return any(place.standby is not None and place.standby.was_ready for place in self._places.values())
 
     def beats(self) -> dict[int, heartbeat.Beats | None]:
         """The newest beat of each worker that can have any."""
@@ -165,22 +133,9 @@ class LocalHost:
         for place in self._places.values():
             self._drop(place)
         self._places.clear()
-        if self._names is not None:
-            os.close(self._names)
-            self._names = None
 
     def _add(self, spec: WorkerSpec, running: Running) -> None:
         self.children.append(Child(spec.process, running, self._on_output, self._on_error))
-
-    def _take_names(self) -> None:
-        """Adds the modules that workers of this host have imported so far to those of a template."""
-        if self._names is None:
-            return
-        names = os.pread(self._names, _NAMES_BYTES_MAX, 0).decode(errors="replace").split("\n")[:-1]
-        os.close(self._names)
-        self._names = None
-        assert self._warm is not None
-        self._modules = tuple(dict.fromkeys((*self._modules, *(name for name in names if self._warm.allows(name)))))
 
     def _ensure_template(self, prefix: tuple[str, ...]) -> None:
         place = self._places.setdefault(prefix, _Place(prefix=prefix))
@@ -189,33 +144,21 @@ class LocalHost:
                 place.standby.is_ready()
             except StandbyError as error:
                 self._give_up(place, error)
-        if place.standby is None and self._modules and self._command is not None:
+        if place.standby is None and not self._is_cold and self._command is not None:
             modules = [name for name in self._modules if name not in place.skipped]
             try:
                 arguments = self._common_arguments(self._command)
                 place.standby = Standby(self._command, modules, self._env, arguments=arguments, prefix=prefix)
-                place.told = self._modules
             except (StandbyError, OSError) as error:
                 self._say(f"no template: {error}")
                 self._stay_cold()
-
-    def _grow(self, place: _Place) -> None:
-        """Has a template import what it was not told yet, while the job trains."""
-        if place.standby is None or place.told == self._modules:
-            return
-        modules = [name for name in self._modules if name not in place.told and name not in place.skipped]
-        place.told = self._modules
-        try:
-            place.standby.grow(modules)
-        except StandbyError as error:
-            self._give_up(place, error)
 
     def _give_up(self, place: _Place, error: StandbyError) -> None:
         """The next template does without the module that made this one unusable. Five templates are tried at most.
 
         A template that cannot start for an unknown reason is the last one.
         """
-        has_hope = (place.standby is not None and place.standby.was_ready) or error.culprit is not None
+        has_hope = (place.standby is not None and place.standby.was_ready) or bool(error.culprit and self._modules)
         self._drop(place)
         self._say(f"the template cannot be used: {error}")
         place.losses += 1
@@ -226,7 +169,11 @@ class LocalHost:
 
     def _stay_cold(self) -> None:
         assert self._warm is not None
-        self._warm, self._modules = replace(self._warm, is_cold=True), ()
+        self._warm = replace(self._warm, is_cold=True)
+
+    @property
+    def _is_cold(self) -> bool:
+        return self._warm is None or self._warm.is_cold
 
     def _drop(self, place: _Place) -> None:
         if place.standby is not None:
@@ -241,8 +188,6 @@ class LocalHost:
                     return
             except StandbyError as error:
                 self._give_up(place, error)
-                if is_first and self._learns:
-                    break  # nobody asked for these modules: the job does not wait for another try
                 self._ensure_template(place.prefix)
                 continue
             try:
@@ -256,13 +201,11 @@ class LocalHost:
 
     def _fork(self, standby: Standby, command: PythonCommand, specs: Sequence[WorkerSpec]) -> None:
         beats = [self._new_beats(spec) for spec in specs]
-        noted = {} if (names := self._names_file()) is None else {"imports": names}
         orders = [
-            {**self._order(command, spec), "environment": dict(spec.environment), "files": ["beats", *noted]}
-            for spec in specs
+            {**self._order(command, spec), "environment": dict(spec.environment), "files": ["beats"]} for spec in specs
         ]
         try:
-            files = [[fd, *noted.values()] for fd in beats]
+            files = [[fd] for fd in beats]
             for spec, running in zip(specs, standby.fork(orders, files), strict=True):
                 self._add(spec, running)
         finally:
@@ -270,9 +213,8 @@ class LocalHost:
                 os.close(fd)
 
     def _start_cold(self, command: PythonCommand, specs: Sequence[WorkerSpec]) -> None:
-        noted = {} if (names := self._names_file()) is None else {"imports": names}
         for spec in specs:
-            files = {"beats": self._new_beats(spec), **noted}
+            files = {"beats": self._new_beats(spec)}
             paper = os.memfd_create("ckptkit-order", os.MFD_CLOEXEC)
             try:
                 os.write(paper, json.dumps({**self._order(command, spec), **files}).encode())
@@ -282,13 +224,6 @@ class LocalHost:
             finally:
                 os.close(paper)
                 os.close(files["beats"])
-
-    def _names_file(self) -> int | None:
-        """Where workers note what they import; None where that is known already."""
-        if self._names is None and self._learns and self._warm is not None and not self._warm.is_cold:
-            self._names = os.memfd_create("ckptkit-imports", os.MFD_CLOEXEC)
-            self._names_size = 0
-        return self._names
 
     def _order(self, command: PythonCommand, spec: WorkerSpec) -> dict[str, Any]:
         own = python_command(spec.argv)  # placeholders may be in any word

@@ -16,7 +16,7 @@ from ckptkit.launch.roster import Report, Roster
 from ckptkit.launch.signals import Told, passed_by, signals_mean
 from ckptkit.launch.specs import JobPlace, free_port, specs_of
 from ckptkit.launch.status import Status
-from ckptkit.launch.watch import Watch
+from ckptkit.launch.watch import Hang, Watch
 from ckptkit.util.clock import Deadline, monotonic_s
 from ckptkit.util.words import first_of
 
@@ -212,7 +212,7 @@ class Launcher:
         self._total = hosts * here
         coordinator = f"{self._coordinator_host}:{free_port('' if hosts > 1 else '127.0.0.1')}"
         if self._roster is not None:
-            self._roster.start(attempt, coordinator, self._local.modules)
+            self._roster.start(attempt, coordinator)
         place = JobPlace(first=0, here=here, processes=self._total, coordinator=coordinator, attempt=attempt)
         self._local.start(specs_of(self._workers.command, place, self._workers.prefixes))
         if self._watch is not None:
@@ -295,23 +295,28 @@ class Launcher:
         return [Loss(process=process, returncode=code) for process, code in report.ended if Loss.is_one(code)]
 
     def _look(self, watch: Watch) -> Loss | None:
-        """Looks at the beats: the first worker that hangs is the loss, and the log has the stacks of all."""
+        """Looks at the beats: the first worker that hangs is the loss. The log has the stacks of all, from the first
+        suspicion on."""
         self._local.tick()
-        if self._roster is not None and self._local.modules:
-            self._roster.warm_spares(self._local.modules)
+        if self._roster is not None and self._local.is_warm:
+            self._roster.warm_spares()
         hung = self._take_beats(watch)
         if hung is None:
             return None
-        process, pause_s = hung
-        self._say(f"process {process} has made no step for {pause_s:.0f} s; the stacks of all threads are in the log")
+        passed = f"process {hung.process} has made no step for {hung.pause_s:.0f} s"
+        rule = f"it is ended as hung after {2 * hung.limit_s:.0f} s; --hang-timeout sets another limit"
+        self._say(f"{passed}; the stacks of all threads are in the log" + ("" if hung.is_lost else f"; {rule}"))
         self._local.dump()
         if self._roster is not None:
             self._roster.tell("dump")
+        if not hung.is_lost:
+            return None
         self._wait([], _DUMP_S)
-        return Loss(process=process, returncode=-signal.SIGSTOP, why=f"no step for {pause_s:.0f} s")
+        why = f"no step for {hung.pause_s:.0f} s, the limit is {hung.limit_s:.0f} s; --hang-timeout sets another"
+        return Loss(process=hung.process, returncode=-signal.SIGSTOP, why=why)
 
-    def _take_beats(self, watch: Watch) -> tuple[int, float] | None:
-        """Shows what the newest beats tell; returns the worker that hangs, and its pause."""
+    def _take_beats(self, watch: Watch) -> Hang | None:
+        """Shows what the newest beats tell; returns the worker that hangs."""
         beats = self._local.beats()
         if (back := watch.recovery(beats)) is not None:
             self._say(back.text)

@@ -14,6 +14,7 @@ from ckptkit.events import Kind, read_events
 from ckptkit.launch.logs import OncePrinter, say_on_stderr
 
 BACKOFF_LIMIT_S = 60.0
+_DOUBLINGS_MAX = 64
 HANG_LIMIT_S = 1800.0  # no shorter limit is learnt: an evaluation, or the last upload, makes no steps either
 HANG_PAUSES = 10.0  # times the longest pause so far
 
@@ -48,7 +49,8 @@ class RestartPolicy:
 
     def backoff_after(self, restarts: int) -> float:
         """How long to wait before the next restart, in seconds."""
-        return min(self.backoff_s * 2**restarts, BACKOFF_LIMIT_S)
+        doublings = min(restarts, _DOUBLINGS_MAX)  # 2.0**1024 overflows
+        return min(self.backoff_s * 2.0**doublings, BACKOFF_LIMIT_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +91,28 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart:
-    """Workers that run Python are forked from a template that has imported `preload`.
+    """Workers that run Python are forked from a template.
 
-    Without `preload`, the template imports what the first statements of the script import, and later what the first
-    attempt imported besides. The first start is cold if the script imports nothing first. `skip` names modules (and
-    packages with all that is below them) that must not be imported before a fork. `is_cold`: every start is cold.
+    The template has imported the libraries that the program imports before it does anything else (decision 16), so a
+    worker is what a cold start gives. A program that begins otherwise starts cold. `preload` names other modules
+    instead: they are imported before the first statement of the program, and the caller answers for it that they are
+    the same there. `is_cold`: every start is cold.
     """
 
     preload: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
     is_cold: bool = False
-
-    def allows(self, module: str) -> bool:
-        """Whether `skip` does not name it."""
-        return not any(module == name or module.startswith(f"{name}.") for name in self.skip)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangPolicy:
-    """When a job that makes no step is lost: after `limit_s`, also before the first step of an attempt. Where that is
-    None, after ten times the longest pause of this job between two steps (before the first step of an attempt: ten
-    times the longest time to a first step, without a limit until there was one), and 1,800 s at least."""
+    """When a job that makes no step is lost: after `limit_s`, also before the first step of an attempt.
+
+    Where that is None, only a loop that marks its steps has a limit: it calls `should_save`, `save` or a `step` span
+    far more often than it saves. A loop that calls the manager only where it saves is never ended, because its next
+    call may be hours away. The learnt limit is ten times the longest pause of this job between two steps (before the
+    first step of an attempt: ten times the longest time to a first step), and 1,800 s at least. When it has passed
+    once, the stacks go to the log; when it has passed twice, the job is lost.
+    """
 
     limit_s: float | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -41,13 +41,13 @@ class HostLimits:
 @dataclass(eq=False, slots=True)
 class RemoteHost:
     """An agent that has connected. `attempt`: the one that its workers belong to, None while they do not run.
-    `told`: how many modules it knows that a template imports. `beats`: the newest of its workers, as it sent them."""
+    `is_told`: that a template of this job works. `beats`: the newest of its workers, as it sent them."""
 
     name: str
     rank: int
     connection: Connection
     attempt: int | None = None
-    told: int = 0
+    is_told: bool = False
     beats: dict[int, Beats | None] = field(default_factory=dict)
 
 
@@ -108,7 +108,7 @@ class Roster:
                 self._lock.wait(min(0.2, left_s or 0.2))
         return None
 
-    def start(self, attempt: int, coordinator: str, modules: Sequence[str]) -> None:
+    def start(self, attempt: int, coordinator: str) -> None:
         """Starts the workers of the other hosts."""
         total = self._processes * (1 + len(self._places))
         for place, host in enumerate(self._places, start=1):
@@ -120,7 +120,6 @@ class Roster:
                     "coordinator": coordinator,
                     "first": place * self._processes,
                     "processes": total,
-                    "modules": list(modules),
                 }
             )
 
@@ -168,14 +167,14 @@ class Roster:
             self._reports.clear()
         return codes
 
-    def warm_spares(self, modules: Sequence[str]) -> None:
-        """Tells hosts what a template of this job imports, as far as they do not know it."""
+    def warm_spares(self) -> None:
+        """Has hosts that run no worker make a template, each once."""
         with self._lock:
-            behind = [host for host in self._hosts if host.told < len(modules)]
+            behind = [host for host in self._hosts if not host.is_told]
             for host in behind:
-                host.told = len(modules)
+                host.is_told = True
         for host in behind:
-            host.connection.send({"do": "preload", "modules": list(modules)})
+            host.connection.send({"do": "preload"})
 
     def close(self, code: int) -> None:
         """Tells every agent how the job ended, and lets them go."""

@@ -86,11 +86,6 @@ class Standby:
                 self._note_ready(self._receive(deadline))
         return not self._awaited
 
-    def grow(self, modules: Sequence[str]) -> None:
-        """Has it import more modules. It cannot fork until then."""
-        self._send({"modules": list(modules)})
-        self._awaited += 1
-
     def fork(self, orders: Sequence[Mapping[str, Any]], files: Sequence[Sequence[int]]) -> list[Running]:
         """Starts one worker for each order, with its open `files`; raises `StandbyError` where none was started.
 

@@ -12,6 +12,7 @@ from ckptkit.util.clock import monotonic_s, time_text
 from ckptkit.util.heartbeat import Beats, Saves
 from ckptkit.util.stragglers import late, slow
 
+_MARKS_MIN = 16  # calls beyond those that saved, before a loop is known to mark its steps
 _SAMPLE_S = 1.0  # a host sends the beats of its workers so often
 _SAMPLES_MAX = 32
 
@@ -38,6 +39,17 @@ class Recovery:
         return 0 if self.reached is None else max(0, self.reached - self.step + 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """A process that has made no step for `pause_s`. `limit_s`: what was allowed. `is_lost`: the job is to be ended;
+    else it is only a suspicion, which is reported once."""
+
+    process: int
+    pause_s: float
+    limit_s: float
+    is_lost: bool
+
+
 @final
 class Watch:
     """Follows one attempt after another."""
@@ -47,6 +59,8 @@ class Watch:
         self._longest_s = 0.0  # pause between two steps, of the job
         self._longest_start_s: float | None = None  # to a first step, of the job
         self._started_s = 0.0
+        self._marks_steps = False  # whether this job's loop is known to call far more often than it saves
+        self._suspected = False
         self.pace = Pace()
         self.reached: int | None = None  # the newest step of process 0, in all attempts
         self._lost_at_s: float | None = None
@@ -59,7 +73,7 @@ class Watch:
     def begin(self, attempt: int) -> None:
         """The workers of an attempt have been started."""
         self.attempt, self._is_back, self.has_stepped = attempt, False, False
-        self._started_s, self.pace = monotonic_s(), Pace()
+        self._started_s, self.pace, self._suspected = monotonic_s(), Pace(), False
 
     def lost(self, at_s: float, *, failed: bool) -> None:
         """The attempt was lost at this time of the monotonic clock. `failed`: a process ended itself with an error; if
@@ -69,8 +83,8 @@ class Watch:
         self.fails_again = failed_at is not None and failed_at == self._failed_at
         self._failed_at = failed_at
 
-    def look(self, beats: Mapping[int, Beats | None]) -> tuple[int, float] | None:
-        """Takes the newest beats; returns a process that hangs, and for how many seconds it has made no step.
+    def look(self, beats: Mapping[int, Beats | None]) -> Hang | None:
+        """Takes the newest beats; returns a process that hangs, or seems to for the first time in a pause.
 
         Of several, the one that stopped first: the others wait for it.
         """
@@ -86,11 +100,24 @@ class Watch:
         process = min(last, key=lambda each: last[each])
         pause_s = monotonic_s() - max(at_s for _, at_s in last.values())
         longest_s = self._longest_s if known else self._longest_start_s
-        is_hung = self._hang is not None and pause_s > self._hang.limit_after(longest_s)
-        return (process, pause_s) if is_hung else None
+        return self._judged(process, pause_s, longest_s)
+
+    def _judged(self, process: int, pause_s: float, longest_s: float | None) -> Hang | None:
+        if self._hang is None or (self._hang.limit_s is None and not self._marks_steps):
+            return None
+        limit_s = self._hang.limit_after(longest_s)
+        if pause_s <= limit_s:
+            self._suspected = False
+            return None
+        is_lost = self._hang.limit_s is not None or pause_s > 2 * limit_s
+        if self._suspected and not is_lost:
+            return None
+        self._suspected = True
+        return Hang(process=process, pause_s=pause_s, limit_s=limit_s, is_lost=is_lost)
 
     def _learn(self, known: Mapping[int, Beats]) -> None:
         self.has_stepped = True
+        self._marks_steps = self._marks_steps or all(map(_marks_steps, known.values()))
         self._longest_s = max([self._longest_s, *(each.longest_s for each in known.values())])
         first_s = max(each.first_s for each in known.values()) - self._started_s
         self._longest_start_s = max(self._longest_start_s or 0.0, first_s)
@@ -110,6 +137,11 @@ class Watch:
         )
         self._is_back = True
         return found
+
+
+def _marks_steps(beats: Beats) -> bool:
+    """Whether most calls of this loop saved nothing: it calls in each step, whether it saves there or not."""
+    return beats.count - beats.saves.count >= max(_MARKS_MIN, beats.saves.count)
 
 
 @final

@@ -1,7 +1,7 @@
 """A Python worker of `ckptkit run`, and the template that workers are forked from. Run as a script, by path.
 
     python worker.py direct FD    runs one order from the file FD, in this process
-    python worker.py template FD  imports the modules named on the socket FD, then forks a process for each order
+    python worker.py template FD  imports what a program imports first, then forks a process for each order
 
 Only the standard library is imported here: what else a worker imports is the job's own affair. The rules are those of
 decision 9.
@@ -31,6 +31,7 @@ import time
 import traceback
 import types
 import warnings
+from collections.abc import Iterable
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7  # the stacks of all threads go to stderr; a job may have SIGUSR1 and SIGUSR2
 _FDS_MAX = 250
@@ -63,8 +64,6 @@ def run(order: dict) -> None:
     _set_title(f"ckptkit: process {order['process']} of {os.environ.get('CKPTKIT_PROCESSES', '?')}: {words}")
     if order.get("beats") is not None:
         _start_beats(order["beats"])
-    if order.get("imports") is not None:
-        sys.meta_path.insert(0, _Recorder(order["imports"]))
     if not _tell_jax():
         sys.meta_path.insert(0, _TellsJax())
     sys.argv = [command["target"], *order["arguments"]]
@@ -212,22 +211,6 @@ class _TellsJax:
             sys.meta_path.remove(self)
 
 
-class _Recorder:
-    """A finder that finds nothing: it writes down each name that is imported, in order."""
-
-    def __init__(self, fd: int):
-        self._fd = fd
-        os.set_inheritable(fd, False)
-        self._process = os.getpid()  # a child of the worker imports for itself
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Notes `name`; the next finder finds it."""
-        del path, target
-        # `python -m PACKAGE` looks for PACKAGE.__main__ to run it: an import would run it too.
-        if os.getpid() == self._process and not name.endswith(".__main__"):
-            os.write(self._fd, name.encode() + b"\n")
-
-
 class _Template:
     """The process that has imported what the job imports, and forks workers that begin there."""
 
@@ -235,7 +218,8 @@ class _Template:
         self._socket = agent
         self._watches = _neighbour("import_watch")
         self._threads = 1
-        self._files: dict[str, tuple[int, int]] = {}
+        self._sources: list[str] = []  # files of the program that were read to find its first imports
+        self._files: dict[str, tuple[int, int, int]] = {}
         self._open_before: frozenset[str] = frozenset()
 
     def serve(self) -> dict:
@@ -245,12 +229,14 @@ class _Template:
         _enter(setup["command"])
         sys.argv = [setup["command"]["target"], *setup["arguments"]]
         self._open_before = _open_files()
-        self._import(setup["modules"])
+        statements = [f"import {name}" for name in setup["modules"]]
+        if not statements:
+            command = setup["command"]
+            first = _neighbour("first_imports").FirstImports(command["kind"], command["target"])
+            statements, self._sources = first.statements, first.files
+        self._import(statements, is_asked=bool(setup["modules"]))
         while True:
             request, fds = self._receive()
-            if "modules" in request:
-                self._import(request["modules"])
-                continue
             reason = self._why_not(frozenset(map(str, fds))) or self._changed()
             if reason is not None:
                 self._send({"unsafe": reason})
@@ -261,32 +247,36 @@ class _Template:
             for fd in fds:
                 os.close(fd)
 
-    def _import(self, names: list[str]) -> None:
-        """Imports modules and reports that. Ends the process where it may not be forked any more."""
+    def _import(self, statements: list[str], *, is_asked: bool) -> None:
+        """Imports what the statements do and reports that. Ends the process where it may not be forked any more.
+
+        Of the modules that the user asks for, those that cannot be imported are left to the worker, with their errors.
+        """
         started_s = time.monotonic()
-        failed = []
+        files = _stats_of(self._sources)
         lost = self._watches.Lost()
         watch = self._watches.ImportWatch(lost)
-        threads = self._threads
         sys.meta_path.insert(0, watch)
-        for name in names:
-            if name in sys.modules:
-                continue
+        for statement in statements:
             try:
-                importlib.import_module(name)
+                exec(statement, {})
+                reason = None
             except BaseException as error:  # noqa: BLE001  what a module raises here it will raise in the worker too
-                failed.append(f"{name}: {type(error).__name__}")
-            self._threads = threads + watch.started
-            if (reason := self._why_not() or lost.what) is not None:
+                reason = None if is_asked else f"{type(error).__name__}: {error}"
+            self._threads = 1 + watch.started
+            if (reason := reason or self._why_not() or lost.what) is not None:
+                name = statement.split()[1]
                 self._send({"unsafe": f"importing {name}: {reason}", "culprit": name})
                 os._exit(0)
         lost.end()
         sys.meta_path.remove(watch)
+        if not statements:
+            self._send({"unsafe": "the program begins with no import that a template could make for it"})
+            os._exit(0)
         gc.collect()
         gc.freeze()  # a collection in a worker would copy every page that it marks
-        self._files = _files_of_modules()
-        seconds = round(time.monotonic() - started_s, 3)
-        self._send({"imported": len(sys.modules), "failed": failed, "seconds": seconds})
+        self._files = _files_of_modules() | files
+        self._send({"imported": len(sys.modules), "seconds": round(time.monotonic() - started_s, 3)})
 
     def _why_not(self, received: frozenset[str] = frozenset()) -> str | None:
         """Why this process must not be forked; None where it may. `received` are the workers' own files."""
@@ -407,17 +397,20 @@ def _open_files() -> frozenset[str]:
     return frozenset(fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}"))
 
 
-def _files_of_modules() -> dict[str, tuple[int, int]]:
-    paths = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return {path: found for path in paths if path and (found := _stat_of(path)) is not None}
+def _files_of_modules() -> dict[str, tuple[int, int, int]]:
+    return _stats_of(getattr(module, "__file__", None) for module in list(sys.modules.values()))
 
 
-def _stat_of(path: str) -> tuple[int, int] | None:
+def _stats_of(paths: Iterable[str | None]) -> dict[str, tuple[int, int, int]]:
+    return {path: found for path in set(paths) if path and (found := _stat_of(path)) is not None}
+
+
+def _stat_of(path: str) -> tuple[int, int, int] | None:
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class ShareIndex:
     def __init__(self, host_dirs: Mapping[str, Path], arenas: Sequence[Arena]):
         self._host_dirs = host_dirs
         self._arenas = {arena.directory: arena for arena in arenas if arena.directory is not None}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._metadata_index: dict[tuple[SaveId, int], _Share] = {}
 
     def manifest(self, save_id: SaveId, process: int) -> tuple[str, bytes]:

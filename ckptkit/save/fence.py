@@ -27,7 +27,7 @@ class EpochFence:
         self._coordinator = coordinator
         self._ledger = ledger
         self._outcomes = outcomes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._head = ledger.ancestry.head  # the newest record that this run has seen, or written
         self._claimed: int | None = None
         self._inherited = 0  # the newest epoch when this run took over a save of an earlier one

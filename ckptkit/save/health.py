@@ -22,7 +22,7 @@ class FirstOfMany:
 
     def __init__(self, quiet_s: float = _QUIET_S):
         self._quiet_s = quiet_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._last: dict[tuple[str, ...], tuple[float, int]] = {}  # when one was admitted, and how many were not since
 
     def admit(self, key: tuple[str, ...]) -> int | None:
@@ -47,7 +47,7 @@ class SaveHealth:
 
     def __init__(self, policy: FailurePolicy):
         self._policy = policy
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._lost_in_row = 0  # saves that no tier has committed
         # By tier: when the first and the last loss since the last commit were, and which save the last one was.
         self._losses: dict[str, tuple[float, float, SaveId]] = {}

@@ -42,7 +42,7 @@ class Ledger:
     restore found damaged of all but `rejected` and `every`."""
 
     def __init__(self, ancestry: Ancestry):
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._records: dict[SaveId, StepRecord] = {}
         self._failed: dict[SaveId, StepRecord] = {}
         self._rejected: set[SaveId] = set()
@@ -246,7 +246,7 @@ class Branch:
     def __init__(self, ledger: Ledger, epoch: int, run: str):
         self._run = run
         self.ledger = self._ledger = ledger
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._epoch = epoch
         self._number = 0
         self._has_saved = False

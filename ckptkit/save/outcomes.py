@@ -44,7 +44,7 @@ class Outcomes:
         self._ledger = ledger
         self._retention = retention
         self._policy = policy
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._failures: list[SaveFailedError] = []  # that the step loop has not raised yet
         self._raised: dict[int, list[SaveFailedError]] = {}  # by thread, of those
         self._stopped: CheckpointError | None = None

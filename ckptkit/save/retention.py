@@ -35,7 +35,7 @@ class Retention:
         self._ledger = ledger
         self._in_flight_max = in_flight_max
         self._share_bytes: int | None = None  # the largest of all processes, in a slot
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def opened(self) -> None:
         """After inspecting the tiers: protects the saves that their policies keep. Releases none: no newer save

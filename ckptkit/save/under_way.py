@@ -117,7 +117,7 @@ class ExitDrain:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._limits_s: weakref.WeakKeyDictionary[SavesUnderWay, tuple[int, float]] = weakref.WeakKeyDictionary()
         self._registered = False
 

@@ -89,7 +89,7 @@ class Voting:
         self._held = held
         self._order = order
         self._undecided: dict[str, TierWork] = {}  # by channel
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def undecided(self) -> Collection[TierWork]:

@@ -54,12 +54,13 @@ class _Continuous:
         self._least_s = policy.minimum_interval_secs or 0
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Whether no save is in flight, and long enough has passed since the last one."""
+        """Whether no save is in flight, and long enough has passed since the last one, or its time is in the future:
+        a clock that was set back delays no save by more than the interval."""
         if context.is_saving_in_progress:
             return False
         if not self._least_s or not previous_steps:
             return True
-        return (step.time - previous_steps[-1].time).total_seconds() >= self._least_s
+        return not 0 <= (step.time - previous_steps[-1].time).total_seconds() < self._least_s
 
 
 _REMEMBERED_STEPS = 1000  # durable steps, newest last, that a policy is shown

@@ -95,7 +95,7 @@ class GoodputOptimal:
         self._tiers = tuple(tiers)
         self._bounds = bounds or IntervalBounds()
         self._prior_mtbf_s = prior_mtbf_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._costs = SaveCosts(self._tiers)
         self._failures = np.zeros(len(self._tiers))
         self._up_s = 0.0

@@ -45,7 +45,7 @@ class DeviceRoom:
     def __init__(self, memory: DeviceMemory, bytes_max: int | None = None):
         self._memory = memory
         self._bytes_max = bytes_max
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._first: tuple[list[weakref.ref[Any]], dict[Any, int]] | None = None
         self._stepped = bytes_max is not None
         self._live = Counter[Any]()  # bytes of copies that are not dropped yet

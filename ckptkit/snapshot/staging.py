@@ -75,7 +75,7 @@ class Stager:
         self._room = DeviceRoom(self._devices, device_bytes_max)
         self._host_bytes = 0  # of copies that are not dropped yet, and of windows in use
         self._host.add_taker(lambda: self._host_bytes)
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()
 
     def begin(
         self,

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may save in the middle of a pause's first or last line
 _pauses = 0
-_was_enabled = False
+_was_enabled = False  # whether the last pause that ends enables the collector again
 _AGED_MAX = 8  # how often all objects are made old between two full collections
 _aged = (-1, 0)  # the number of full collections, and how often all objects were made old since the last one
 
@@ -25,8 +25,8 @@ def collection_paused() -> Iterator[None]:
     global _pauses, _was_enabled
     with _lock:
         _pauses += 1
-        if _pauses == 1:
-            _was_enabled = gc.isenabled()
+        if gc.isenabled():
+            _was_enabled = True
             gc.disable()
     try:
         yield
@@ -35,6 +35,7 @@ def collection_paused() -> Iterator[None]:
             _pauses -= 1
             if not _pauses and _was_enabled:
                 gc.enable()
+                _was_enabled = False
 
 
 @contextmanager

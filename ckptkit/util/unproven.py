@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _proofs: dict[int, Callable[[], None]] = {}
 
 

@@ -24,7 +24,7 @@ class Meter:
     """How many bytes of how many are done. Safe from several threads; one lock for each `add`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.begin(0)
 
     def begin(self, total_bytes: int) -> None:

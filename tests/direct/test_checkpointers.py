@@ -6,6 +6,7 @@ import importlib
 import logging
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from flax.training import checkpoints, orbax_utils
 import ckptkit
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
+from ckptkit.util import unproven
 from tests.states import abstract, assert_same, make_state
 
 ARGS: Any = ocp.args
@@ -285,3 +287,26 @@ def test_name_save_is_the_function_beside_its_package() -> None:
     module = importlib.import_module("ckptkit.save.pipeline")
     assert sys.modules["ckptkit.save.pipeline"] is module
     assert ckptkit.save is ckptkit.direct.save
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda path, tree: ckptkit.save(path, tree),
+        lambda path, tree: ckptkit.StandardCheckpointer().save(path, tree),
+        lambda path, tree: ckptkit.PyTreeCheckpointer().save(path, tree),
+    ],
+)
+def test_result_of_a_refuted_program_is_saved_by_no_door(save: Callable[[Path, Any], None], tmp_path: Path) -> None:
+    """A step that another program computed would be stored as the result of this one."""
+
+    def refute() -> None:
+        raise ckptkit.ProgramChangedError("refuted", path="p")
+
+    unproven.add(0, refute)
+    try:
+        with pytest.raises(ckptkit.ProgramChangedError):
+            save(tmp_path / "tree", {"w": jnp.zeros(2)})
+    finally:
+        unproven.remove(0)
+    assert not (tmp_path / "tree").exists()

@@ -390,3 +390,18 @@ def test_log_of_another_process_is_a_warning(tmp_path: Path, caplog: pytest.LogC
     ckptkit.CheckpointManager(tmp_path / "root", options=EVERY, events=events).close()
     (record,) = [record for record in caplog.records if "event log is of process 3" in record.getMessage()]
     assert "this is process 0" in record.getMessage()
+
+
+@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("wrong_s", [0.0, 4e9])
+def test_one_wrong_stamp_changes_no_attempt(place: int, wrong_s: float) -> None:
+    """A host that counts from 1970 until its clock is set would make a job's mean time between losses decades."""
+    stamps = [1.8e9 + 10.0 * number for number in range(6)]
+    stamps[place] = wrong_s
+    log = [
+        Event(kind=Kind.CALLED, at_s=at_s, process=0, step=step, fields={"call": "save"})
+        for step, at_s in enumerate(stamps)
+    ]
+    (attempt,), _ = attempts_of([log])
+    assert attempt.first_s is not None
+    assert 1.8e9 <= attempt.first_s <= attempt.last_s <= 1.8e9 + 50.0

@@ -236,7 +236,7 @@ def test_slow_and_hanging_process_of_another_host_is_named(agents: Agents) -> No
     log = agents.log(0)
     assert "process 2 is slow: it takes 500 ms for its part of a save, the others 100 ms; look at its host" in log
     assert "process 3 has made no step for 5 s" in log
-    assert "process 3 was lost (no step for 5 s)" in log
+    assert "process 3 was lost (no step for 5 s" in log
     assert agents.status()["losses"][0]["process"] == 3
     agents.finish()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from orbax.checkpoint import checkpoint_managers as policies
 from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
 from ckptkit.model.tiers import DURABLE, EverySteps, Tier
-from ckptkit.schedule.decider import Decider
+from ckptkit.schedule import decider
+from ckptkit.schedule.decider import Decider, StepInfo
 from tests.cases import long_except
 
 Options = ocp.CheckpointManagerOptions
@@ -261,3 +264,15 @@ def test_continuous_policy_of_orbax_runs_without_its_barrier(primary: int) -> No
             taken.append(bool(due))
         assert taken == [False, True, False]
     assert OperationIdGenerator.get_current_operation_id() == before
+
+
+@pytest.mark.parametrize(
+    ("since_s", "is_due"), [(-3600.0, True), (-0.1, True), (0.0, False), (9.9, False), (10.0, True)]
+)
+def test_clock_that_was_set_back_delays_no_save_beyond_its_interval(since_s: float, is_due: bool) -> None:
+    """A host whose clock was an hour ahead would save nothing for that hour."""
+    policy = decider._Continuous(policies.ContinuousCheckpointingPolicy(minimum_interval_secs=10))
+    last = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    step = StepInfo(2, last + datetime.timedelta(seconds=since_s))
+    context = SimpleNamespace(is_saving_in_progress=False)
+    assert policy.should_save(step, [StepInfo(1, last)], context=context) is is_due

@@ -119,3 +119,20 @@ def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> Non
             pass
     assert len(counts) == 1
     gc.collect()
+
+
+def test_pause_that_begins_where_another_one_ends_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that saves at the end of a save would leave the process without a collector."""
+    enable, nested = gc.enable, [True]
+
+    def interrupted() -> None:
+        if nested:
+            nested.clear()
+            with collection_paused():
+                pass
+        enable()
+
+    monkeypatch.setattr(gc, "enable", interrupted)
+    with collection_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()

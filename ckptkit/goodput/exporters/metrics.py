@@ -113,7 +113,7 @@ class RunMetrics:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._values: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = defaultdict(dict)
         self._commits_s: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_INTERVALS_KEPT))
