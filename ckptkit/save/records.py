@@ -34,7 +34,7 @@ class Refusal:
 
 @final
 class Loan:
-    """The arguments that the caller of `save` lends for the copy, until `save` returns or raises. One thread reads, one withdraws."""
+    """The arguments of `save`, lent for the copy until `save` returns or raises. One thread reads, one withdraws."""
 
     def __init__(self) -> None:
         self.received = False  # the pipeline will vote on the save

@@ -172,9 +172,9 @@ class Arena:
     def adopt(self) -> None:
         """Takes the directories of this host that no process holds, with what ended processes of a larger job left.
 
-        To be called by one process of a host, when all have opened their arenas. A restore finds their saves. A save that
-        this arena does not protect any more is removed, at the latest for the first save, and a directory once it holds
-        nothing. If this process dies between, the next one finds the rest.
+        To be called by one process of a host, when all have opened their arenas. A restore finds their saves. A save
+        that this arena does not protect any more is removed, at the latest for the first save, and a directory once it
+        holds nothing. If this process dies between, the next one finds the rest.
         """
         if self.directory is None:
             return

@@ -1,7 +1,7 @@
 """The book: what was saved, where, in which order, and therefore which answers a restart may give.
 
 It knows nothing of epochs, slots, manifests or votes. Each save has a value of its own, and values grow in the order of
-saving. What a kill leaves unknown is `MAYBE`: the book then allows what one of the outcomes allows.
+saving. A fact that a kill leaves unknown is `MAYBE`: the book allows each outcome then.
 
 Rules:
 - The newest save is the one made last on this branch. A higher number of a step does not make a save newer.
@@ -104,14 +104,14 @@ class Run:
 
 
 class Book:
-    """What a history has made so far."""
+    """The saves, runs and directories of a history so far."""
 
     def __init__(self) -> None:
         self.saves: dict[int, Save] = {}
         self.roots: dict[str, Root] = {}  # by path
         self._count = 0
 
-    # What happens between runs.
+    # Events between runs.
 
     def lose(self, host: str, tiers: Collection[str]) -> None:
         """A host loses what it holds in these tiers: it was rebooted (ram), or replaced (all)."""
@@ -121,7 +121,7 @@ class Book:
             if RAM in tiers:
                 save.peers_lost.add(host)
 
-    # What a run does.
+    # Acts of a run.
 
     def open(self, place: str, hosts: Sequence[str], config: Any) -> Run:
         """A run starts. A root that is not there is made."""
@@ -225,7 +225,7 @@ class Book:
         if PEER in tiers and set(hosts) & set(save.hosts):
             save.peer = min(save.peer, MAYBE)
 
-    # What may be answered.
+    # Answers.
 
     def _known(self, save: Save, root: Root) -> int:
         """Whether the root knows of the run that made a save."""
@@ -261,7 +261,7 @@ class Book:
         return found
 
     def answers(self, run: Run, *, step: int | None = None, durable_only: bool = False) -> list[Save | None]:
-        """What a restore of the newest save, or of a step, may give; None: nothing."""
+        """The saves that a restore of the newest one, or of a step, may give; None: nothing."""
         allowed: list[Save | None] = []
         for save, status in self.candidates(run, durable_only=durable_only):
             if step in (None, save.step):

@@ -48,7 +48,7 @@ class Job:
         self._answers.append(answer_out)
 
     def run(self, orders: list[dict[str, Any]]) -> tuple[list[list[dict[str, Any]]], str]:
-        """What each process answered, and how the run ended: `closed`, `killed`, `failed` or `hung`."""
+        """The answers of each process, and how the run ended: `closed`, `killed`, `failed` or `hung`."""
         self.runs += 1
         for fd, order in zip(self._orders, orders, strict=True):
             os.write(fd, json.dumps(order | {"number": self.runs}).encode() + b"\n")

@@ -64,7 +64,7 @@ def _names_are_not_counted() -> Any:
 
 
 def _ranks_alone() -> Any:
-    """A smaller job does not look into the directories of processes that are gone."""
+    """A smaller job does not look into the directories of processes that have ended."""
 
     def own(directory_name: str, rank: int, of: int) -> bool:
         del of

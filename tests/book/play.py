@@ -17,7 +17,7 @@ Answers = list[list[dict[str, Any]]]  # of each process
 
 
 def play(history: History, jobs: Jobs) -> str | None:
-    """What the library answered and the book does not allow, or None."""
+    """The first answer of the library that the book does not allow, or None."""
     writes = any(act[0] == "read only" for kind, *rest in history.events if kind == "run" for act in rest[1])
     world, book = World(mounted=writes and can_mount()), Book()
     try:
@@ -36,7 +36,7 @@ def play(history: History, jobs: Jobs) -> str | None:
 
 @dataclass(slots=True)
 class _Told:
-    """What the processes told of one act."""
+    """The reports of the processes about one act."""
 
     begun: list[dict[str, Any]] = field(default_factory=list)  # what they told before they did it
     results: list[Any] = field(default_factory=list)
@@ -220,7 +220,7 @@ def _check_mixed(answers: Answers) -> None:
 
 
 def _told(answers: list[dict[str, Any]], number: int, count: int) -> _Told:
-    """What one process told of act `number`."""
+    """The report of one process about act `number`."""
     del count
     found, at = _Told(), -1
     for each in answers:

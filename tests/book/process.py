@@ -230,7 +230,7 @@ class _Run:
         return {"latest": manager.latest_step(), "all": list(manager.all_steps())}
 
     def _outside(self) -> Any:
-        """What others see of the root."""
+        """The root as other programs see it."""
         if self._process != 0:
             return None
         return ckptkit.latest_step(self._order["root"])

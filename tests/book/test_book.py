@@ -78,7 +78,7 @@ def saved(book: Book, hosts: tuple[str, ...], value: int, step: int, *tiers: str
 
 
 def values(book: Book, hosts: tuple[str, ...]) -> list[int | None]:
-    """What a restart on these hosts may give."""
+    """The values that a restart on these hosts may give."""
     return [save and save.value for save in book.answers(book.open("root", hosts, CONFIG))]
 
 

@@ -76,7 +76,7 @@ class World:
         return self.top / "backups" / str(number)
 
     def order(self, config: dict[str, Any], host: str) -> dict[str, Any]:
-        """What a process needs to know of its directories."""
+        """The directories of a process."""
         return {
             "root": str(self.root),
             "disk": str(self.disk) if self._mounted else None,
@@ -87,7 +87,7 @@ class World:
         }
 
     def apply(self, event: Event, book: Book) -> None:
-        """What happens to the directories between two runs; the book is told. Nothing, where it cannot happen."""
+        """Changes the directories between two runs, and tells the book. No effect where the event cannot happen."""
         kind, *rest = event
         place, other = self.place, PLACES[1 - PLACES.index(self.place)]
         match kind:
