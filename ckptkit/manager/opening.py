@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ckptkit.job.vote import act_together
 from ckptkit.manager.settings import Settings
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box, boxes_by_process
-from ckptkit.model.manifest import SaveId, new_id
+from ckptkit.model.manifest import Manifest, SaveId, new_id
 from ckptkit.model.policies import PeerOptions
 from ckptkit.model.tiers import DURABLE, MEMORY, PEER, RAM, SSD, Tier, kept_beside
 from ckptkit.peers import PeerLink, open_link
@@ -36,6 +37,7 @@ from ckptkit.peers.receiver import CopyReceiver
 from ckptkit.peers.ring import Seat, keepers, kept_for
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.inventory import Held, distinct_shares, hole_in, is_whole
+from ckptkit.restore.local_tiers import LocalSave
 from ckptkit.save.records import PeerCopies, SaveTargets
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
@@ -354,8 +356,11 @@ def take_stock(inventory: Inventory, ancestry: Ancestry, coordinator: Coordinato
             common = [save for save in seen if is_whole(reports, save)]
             newest = max([*common, *listed], default=None)
             partial = [save for save in seen if save not in common and (newest is None or save > newest)]
-            if inventory.client is not None:
-                common += _covered(inventory.client, reports, [s for s in partial if not ancestry.superseded(s)])
+            of_branch = [save for save in partial if not ancestry.superseded(save)]
+            if of_branch and inventory.client is not None:
+                common += _covered(partial_of(_shares_of_all, inventory.client, reports), of_branch)
+            elif of_branch:
+                common += _covered(partial_of(_shares_here, inventory.local.saves()), of_branch)
         tiers = {
             save: sorted({tier for report in reports for held in report if held.save_id == save for tier in held.tiers})
             for save in common
@@ -388,20 +393,30 @@ def _each_has_its_own(reports: Sequence[Sequence[Held]], save: SaveId) -> bool:
     )
 
 
-def _covered(client: PeerClient, reports: Sequence[Sequence[Held]], saves: Sequence[SaveId]) -> list[SaveId]:
-    """The newest of the saves whose shares, though some are lost, hold every leaf: data replicas do. Or none.
+def _covered(shares_of: Callable[[SaveId], Sequence[Manifest]], saves: Sequence[SaveId]) -> list[SaveId]:
+    """The newest of the saves whose shares, though some are lost, hold every leaf: data replicas do. Or none."""
+    for save in reversed(saves):
+        with suppress(CorruptCheckpointError):
+            shares = shares_of(save)
+            if shares and hole_in(shares) is None:
+                return [save]
+    return []
+
+
+def _shares_of_all(client: PeerClient, reports: Sequence[Sequence[Held]], save: SaveId) -> Sequence[Manifest]:
+    """One share for each different set of boxes that a process serves, if these are few.
 
     Raises `PeerUnreachableError` if a process that serves such a share does not answer: unreachable is not absent.
     """
     served = [report if client.serves(process) else () for process, report in enumerate(reports)]
-    for save in reversed(saves):
-        distinct = distinct_shares(served, save)
-        if not distinct or len(distinct) > _LOOKED_INTO_MAX:
-            continue
-        with suppress(CorruptCheckpointError):
-            if hole_in([client.manifest(holder, save, share)[0] for holder, share in distinct]) is None:
-                return [save]
-    return []
+    distinct = distinct_shares(served, save)
+    few = distinct if len(distinct) <= _LOOKED_INTO_MAX else []
+    return [client.manifest(holder, save, share)[0] for holder, share in few]
+
+
+def _shares_here(local: Mapping[SaveId, LocalSave], save: SaveId) -> Sequence[Manifest]:
+    """The shares on this host: a job of one process has no other."""
+    return local[save].manifests if save in local else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,8 +123,9 @@ class Ledger:
                 tiers = tuple(name for name in record.tiers if name != tier)
                 if tiers:
                     self._records[save_id] = replace(record, tiers=tiers)
-                else:
-                    del self._records[save_id]
+                    continue
+                del self._records[save_id]
+                self._restored = None if self._restored == save_id else self._restored
 
     def refill(self, held: Mapping[SaveId, Iterable[str]]) -> None:
         """The tiers were looked at afresh: they hold `held` and no more, ascending; what is under way comes after."""

@@ -6,6 +6,7 @@ import logging
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import ckptkit
 from ckptkit.cli import main
+from ckptkit.slots.reader import read_manifest
 from ckptkit.testing.damage import inflict
 from tests.manager.runs import Run
 
@@ -305,3 +307,28 @@ def test_root_that_was_put_back_continues_from_itself(run: Run, caplog: pytest.L
         assert manager.latest_step() == 1
     (warning,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert f"the fast tiers hold steps of a run that {run.durable} does not know: 2" in warning
+
+
+def test_replica_that_is_alone_now_has_the_newest_step(run: Run) -> None:
+    """A job of two data replicas that starts on one host would begin anew: `latest_step` was None, or an older step."""
+    tiers = [ckptkit.Tier.ram(str(run.ram))]
+    save_steps(run.durable, 1, 2, tiers=tiers)
+    shutil.rmtree(run.durable / "2")
+    (path,) = run.ram.glob("*/*/0/step-000000000002-*.json")
+    manifest = read_manifest(path)
+    path.write_bytes(replace(manifest, writer=replace(manifest.writer, process=1, count=2)).to_bytes())
+    with make_manager(run.durable, tiers=tiers) as manager:
+        assert (manager.latest_step(), manager.all_steps()) == (2, [1, 2])
+        assert float(manager.restore(None)["w"][0]) == 2
+
+
+def test_pruned_step_that_was_restored_is_not_the_latest(run: Run) -> None:
+    """`latest_step` would be a step that no tier has, and the next restore raise."""
+    save_steps(run.durable, 1)
+    with make_manager(run.durable, max_to_keep=1) as manager:
+        manager.restore(None)
+        assert manager.save(2, args=args.StandardSave({"w": jnp.zeros(2000)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+        manager.delete(2)
+        assert manager.latest_step() is None
