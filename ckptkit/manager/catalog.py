@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
@@ -60,6 +60,12 @@ class Catalog:
             raise StepNotFoundError(
                 f"step {step} is in no tier of {storage.durable.url}; it cannot be deleted", step=step
             )
+        saves = {record.save_id for record in history.ledger.every() if record.step == step and record.save_id.ours}
+        if storage.arenas and saves:
+            self._coordinator.begin(about)
+            self._coordinator.ask_process_0("deleted", lambda: history.inventory.epochs.delete(saves))
+            ancestry = history.ledger.ancestry
+            history.ledger.ancestry = replace(ancestry, deleted=ancestry.deleted | saves)
         storage.durable.delete(step, about=about)
         for arena in storage.arenas.values():
             arena.forget_step(step)

@@ -58,6 +58,7 @@ _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
 _SIGNED_RECORD = re.compile(r"sha256-([0-9]{1,6})\.json")
 _EPOCH = re.compile(r"([0-9]{8})(?:\.copy)?\.json")
 _CERTIFICATE = re.compile(r"([0-9]{8})-([0-9]{18})-([0-9]{12})(?:-([0-9a-f]{16}))?")
+_DELETED = re.compile(r"deleted-([0-9]{8})-([0-9]{18})-([0-9]{12})(?:-([0-9a-f]{16}))?")
 _PIN = re.compile(r"pin-([0-9]{18})\.json")
 _DOOMED = re.compile(r"doomed-[0-9a-f]{32}\.json")
 _OWNED = re.compile(r".+" + re.escape(TEMPORARY) + r"-e([0-9]{8})-[0-9a-f]{32}")
@@ -198,6 +199,17 @@ def certificate_name(epoch: int, step: int, number: int, run: str) -> str:
 def save_of_certificate(name: str) -> tuple[int, int, int, str] | None:
     """Epoch, step, number and run of the save that a certificate names; None for any other name."""
     match = _CERTIFICATE.fullmatch(name)
+    return (int(match[1]), int(match[2]), int(match[3]), match[4] or "") if match else None
+
+
+def deleted_name(epoch: int, step: int, number: int, run: str) -> str:
+    """The name of the file, next to the epoch records, of a save that somebody has deleted."""
+    return f"deleted-{certificate_name(epoch, step, number, run)}"
+
+
+def save_of_deleted(name: str) -> tuple[int, int, int, str] | None:
+    """Epoch, step, number and run of the save that such a file names; None for any other name."""
+    match = _DELETED.fullmatch(name)
     return (int(match[1]), int(match[2]), int(match[3]), match[4] or "") if match else None
 
 

@@ -199,3 +199,36 @@ def test_step_of_another_root_is_older_than_all_that_was_saved_here(tmp_path: Pa
         assert float(manager.restore(400)["w"][0]) == 400
     assert ckptkit.latest_step(str(tmp_path / "one/root")) == 0
     assert [each.state for each in ckptkit.verify(str(tmp_path / "one/root")).steps] == ["proven", "proven"]
+
+
+def test_deleted_step_does_not_return_from_a_host_that_was_away(tmp_path: Path) -> None:
+    """A step that somebody deleted because it is bad would be the newest again, once its host comes back."""
+
+    def on(host: str) -> Any:
+        return ckptkit.CheckpointManager(
+            tmp_path / "root",
+            options=ocp.CheckpointManagerOptions(save_interval_steps=1),
+            tiers=[ckptkit.Tier.ram(str(tmp_path / host))],
+            host_id=host,
+        )
+
+    with on("a") as manager:
+        save(manager, 1, 2)
+    with on("b") as manager:
+        manager.delete(2)
+    with on("a") as manager:
+        assert (manager.latest_step(), manager.all_steps()) == (1, [1])
+        assert float(manager.restore(None)["w"][0]) == 1
+        save(manager, 2)
+    with on("a") as manager:
+        assert manager.latest_step() == 2, "saved again"
+
+
+def test_record_of_deleted_saves_is_bounded() -> None:
+    """A job that deletes each of its steps would list more at each start."""
+    store = MemoryStore()
+    records = EpochRecords(store)
+    for first in range(0, 3000, 1000):
+        records.delete([save_of(1, R1, number=number) for number in range(first, first + 1000)])
+    kept = records.read().deleted
+    assert (len(kept), min(save.number for save in kept)) == (1000, 2000)

@@ -10,8 +10,8 @@ the epoch before it, and is recorded for that one. A step that no record names w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.durable.lifecycle.root_record import RootRecord, make_root_record, read_root_record
@@ -72,6 +72,7 @@ class Ancestry:
     stock: tuple[tuple[int, int], ...] = ()  # steps of stock Orbax, each with the epoch that it counts for
     runs: tuple[tuple[int, str], ...] = ()  # epochs with the runs that began them; without those of earlier formats
     root: str = ""  # the id of the root; empty in records of earlier formats
+    deleted: frozenset[SaveId] = field(default=frozenset(), compare=False)  # by somebody, also on hosts that were away
 
     @property
     def head(self) -> str:
@@ -104,8 +105,10 @@ class Ancestry:
         """Whether a save in a fast tier is of no run of this branch. Not for durable steps, which are in the root.
 
         The run that made it is the one that recorded its epoch here; or it could not record its epoch, and no run has
-        recorded one since. A save of an earlier format names no run.
+        recorded one since. A save of an earlier format names no run. One that was deleted stays deleted.
         """
+        if save in self.deleted:
+            return True
         if not save.run:
             return False
         if save.root != self.root:
@@ -133,16 +136,19 @@ class Ancestry:
                 runs.setdefault(base.epoch, base.run)
         runs[epoch] = run
         stock = tuple((step, self.of_stock(step).epoch) for step in sorted(set(stock_steps)))
-        return Ancestry(epoch, rollbacks, stock, tuple(sorted(runs.items())[-_RUNS_KEPT:]), self.root)
+        known = tuple(sorted(runs.items())[-_RUNS_KEPT:])
+        return Ancestry(epoch, rollbacks, stock, known, self.root, self.deleted)
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain values."""
+        deleted = {"deleted": [save.to_list() for save in sorted(self.deleted)]} if self.deleted else {}
         return {
             "epoch": self.epoch,
             "ancestry": [rollback.to_json() for rollback in self.rollbacks],
             "stock": [list(pair) for pair in self.stock],
             "runs": [list(pair) for pair in self.runs],
             "root": self.root,
+            **deleted,
         }
 
     @classmethod
@@ -154,9 +160,11 @@ class Ancestry:
             tuple((int(step), int(epoch)) for step, epoch in record["stock"]),
             tuple((int(epoch), str(run)) for epoch, run in record.get("runs", ())),
             str(record.get("root", "")),
+            frozenset(map(SaveId.from_list, record.get("deleted", ()))),
         )
 
 
+_DELETED_KEPT = 1000  # of the newest saves that were deleted
 _RUNS_KEPT = 4096  # of the newest epochs; saves of older ones in a fast tier are not restored
 _FIELDS = {"epoch", "ancestry", "stock", "run", "runs", "root"}
 
@@ -301,9 +309,11 @@ class EpochRecords:
         return bad
 
     def _look(self, *, stop_at_first: bool) -> tuple[Ancestry, list[CorruptCheckpointError]]:
-        epoch, names = self._newest()
+        listed = self._store.list(paths.EPOCHS_DIR)
+        deleted = frozenset(SaveId(*save) for save in map(paths.save_of_deleted, listed) if save is not None)
+        epoch, names = _newest_of(listed)
         if not names:
-            return Ancestry(root=read_root_record(self._store).id), []
+            return Ancestry(root=read_root_record(self._store).id, deleted=deleted), []
         found: Ancestry | None = None
         problems: list[CorruptCheckpointError] = []
         record, copy = self._keys(epoch)
@@ -322,11 +332,19 @@ class EpochRecords:
                 problems.append(CorruptCheckpointError(f"epoch record {path} cannot be read: {error}", path=path))
         if found is None:
             raise problems[0] from problems[0].__cause__
-        return found if found.root else replace(found, root=read_root_record(self._store).id), problems
+        return replace(found, root=found.root or read_root_record(self._store).id, deleted=deleted), problems
+
+    def delete(self, saves: Collection[SaveId]) -> None:
+        """Records that somebody deleted these saves: hosts that are away now may still hold them. Cost: a small put for
+        each, and a listing. Raises `StoreError`."""
+        for save in saves:
+            self._store.put(_deleted_key(save), b"")
+        found = [SaveId(*save) for save in map(paths.save_of_deleted, self._store.list(paths.EPOCHS_DIR)) if save]
+        for save in sorted(found)[:-_DELETED_KEPT]:
+            self._store.delete(_deleted_key(save))
 
     def _newest(self) -> tuple[int, list[str]]:
-        names = [name for name in self._store.list(paths.EPOCHS_DIR) if paths.epoch_of_name(name) is not None]
-        return max((paths.epoch_of_name(name) or 0 for name in names), default=0), names
+        return _newest_of(self._store.list(paths.EPOCHS_DIR))
 
     def _keys(self, epoch: int) -> tuple[str, str]:
         return tuple(f"{paths.EPOCHS_DIR}/{name(epoch)}" for name in (paths.epoch_name, paths.epoch_copy_name))  # pyright: ignore[reportReturnType]
@@ -352,6 +370,7 @@ class EpochRecords:
         The record is the claim; its copy follows, and is written again by the next call where it did not land.
         """
         record = {**ancestry.to_json(), "run": dict(ancestry.runs).get(ancestry.epoch, "")}
+        record.pop("deleted", None)  # files of their own
         self._claim(ancestry.epoch, json.dumps({**record, "digest": _digest(record)}).encode())
 
     def advance(self, before: Ancestry, after: Ancestry | None) -> None:
@@ -383,3 +402,12 @@ class EpochRecords:
             if self._store.get(key) != record:  # a put that landed and reported an error is this run's own
                 raise
         self._store.put(copy, record)
+
+
+def _newest_of(listed: Iterable[str]) -> tuple[int, list[str]]:
+    names = [name for name in listed if paths.epoch_of_name(name) is not None]
+    return max((paths.epoch_of_name(name) or 0 for name in names), default=0), names
+
+
+def _deleted_key(save: SaveId) -> str:
+    return f"{paths.EPOCHS_DIR}/{paths.deleted_name(save.epoch, save.step, save.number, save.run)}"
