@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
 from ckptkit.events import EventLog
-from ckptkit.manager.opening import _covered, epoch_records, first_look
+from ckptkit.manager.opening import _covered, _shares_of_all, epoch_records, first_look
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.restore.inventory import Held
 from tests.restore.test_plan import manifest, rows
@@ -38,7 +39,7 @@ def covered(answers: dict[int, Exception | None]) -> list[SaveId]:
     """Of two saves of three processes of which each has lost a share."""
     reports = [[Held(save_id=save, count=3, shares=((process, "a"),)) for save in (OLD, NEW)] for process in (1, 2)]
     client: Any = Peers(answers)
-    return _covered(client, [[], *reports], [OLD, NEW])
+    return _covered(partial(_shares_of_all, client, [[], *reports]), [OLD, NEW])
 
 
 def test_replicas_cover_lost_shares() -> None:
