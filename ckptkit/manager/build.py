@@ -111,7 +111,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
     tiers = job_hosts.tiers
     warn_of_other_hosts(host_dirs, job_hosts)
     if job_hosts.rank[0] == 0:
-        warn_of_other_roots(host_dirs, durable.url, settings)
+        warn_of_other_roots(host_dirs, durable.url, looked.root, settings)
     arenas: Mapping[str, Arena] = {}
     if not options.read_only:  # it only looks at the existing files: slots are for processes that save
         arenas = open_arenas(job_hosts, host_dirs, memory, in_flight_max, coordinator)

@@ -136,14 +136,15 @@ def own_host_dirs(url: str, settings: Settings, root: RootRecord) -> dict[str, P
     return found
 
 
-def warn_of_other_roots(host_dirs: Mapping[str, Path], url: str, settings: Settings) -> None:
+def warn_of_other_roots(host_dirs: Mapping[str, Path], url: str, root: RootRecord, settings: Settings) -> None:
     """One warning for each directory of a root that was at this place before: its slots hold no save of this root, and
     take room until somebody frees them."""
+    own = tuple(name.removeprefix("job") for name in root.job_names(url))  # of all jobs that save to this root
     for tier, host_dir in host_dirs.items():
-        path, job = host_dir.parents[1], host_dir.parent.name
+        path = host_dir.parents[1]
         with suppress(OSError):
-            for other in sorted(each for each in path.iterdir() if each.name != job):
-                if not paths.job_of_url(other.name, url):
+            for other in sorted(path.iterdir()):
+                if not paths.job_of_url(other.name, url) or other.name.endswith(own):
                     continue
                 files = [each for each in (other / settings.host_id).glob("*/*") if each.is_file()]
                 saves = {save for each in files if (save := paths.save_of_manifest(each.name)) is not None}

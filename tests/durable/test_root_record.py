@@ -224,6 +224,16 @@ def test_deleted_step_does_not_return_from_a_host_that_was_away(tmp_path: Path) 
         assert manager.latest_step() == 2, "saved again"
 
 
+def test_jobs_of_one_root_do_not_warn_of_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of two jobs would tell the user to remove the slots of the other."""
+    for job in ("one", "two", "one"):
+        with ckptkit.CheckpointManager(
+            tmp_path / "root", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"), job=job)], host_id="h"
+        ) as manager:
+            save(manager, (manager.latest_step() or 0) + 1)
+    assert not [each for each in caplog.records if "another root" in each.getMessage()]
+
+
 def test_record_of_deleted_saves_is_bounded() -> None:
     """A job that deletes each of its steps would list more at each start."""
     store = MemoryStore()
