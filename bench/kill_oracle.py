@@ -17,11 +17,12 @@ assert ml_dtypes.bfloat16 is not None
 
 
 class Save(NamedTuple):
-    """Which save, in order of newness."""
+    """Which save, in the order of saving."""
 
     epoch: int
-    step: int
     number: int
+    step: int
+    run: str
 
     def __str__(self) -> str:
         return f"{self.step}@{self.epoch}.{self.number}"
@@ -37,8 +38,10 @@ def newest_covered(ram: Iterable[Path], ssd: Iterable[Path], durable: Path) -> S
     """
     covered = _durable_saves(durable) | _fast_saves([*ram, *ssd])
     ancestry = _ancestry(durable)
-    good = (save for save in covered if not any(save.epoch < epoch and save.step > base for epoch, base in ancestry))
-    return max(good, default=None)
+    abandoned = {
+        save for save in covered for epoch, _, *base in ancestry if save.epoch < epoch and [*save[:2]] > base
+    }
+    return max(covered - abandoned, default=None)
 
 
 def _fast_saves(roots: Iterable[Path]) -> set[Save]:
@@ -82,8 +85,8 @@ def _manifest(path: Path) -> dict[str, Any] | None:
     return record["manifest"] if xxhash.xxh3_128_hexdigest(text[start:stop]) == record["digest"] else None
 
 
-def _save(save_id: Any) -> Save:
-    return Save(**save_id) if isinstance(save_id, dict) else Save(*save_id)
+def _save(save_id: dict[str, Any]) -> Save:
+    return Save(*(save_id[name] for name in Save._fields))
 
 
 def _leaves(manifest: dict[str, Any]) -> Iterator[tuple[Leaf, dict[str, Any]]]:

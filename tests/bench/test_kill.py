@@ -58,7 +58,7 @@ def test_the_oracle_knows_abandoned_branches(roots: dict[str, Path]) -> None:
     """A rollback's higher steps would be demanded of a restore that rightly leaves them."""
     (record,) = (roots["durable"] / "_ckptkit" / "epochs").glob("????????.json")
     epoch = json.loads(record.read_text())["epoch"] + 1
-    (record.parent / f"{epoch:08d}.json").write_text(json.dumps({"epoch": epoch, "ancestry": [[epoch, 1]]}))
+    (record.parent / f"{epoch:08d}.json").write_text(json.dumps({"epoch": epoch, "ancestry": [[epoch, 1, 1, 0]]}))
     assert newest(roots) == 1
 
 
@@ -94,7 +94,7 @@ def test_verdict_detects_wrong_bits_wrong_step_and_missing_job(tmp_path: Path) -
     life(0, None, [*reference[:6]])
     life(1, 4, [*reference[4:9]])
     life(2, 6, [[7, "digest 8"]])
-    saves = [Save(1, 4, 0), Save(1, 8, 0), Save(1, 6, 0)]
+    saves = [Save(epoch=1, number=0, step=step, run="a") for step in (4, 8, 6)]
     result = judge(tmp_path, kills, saves)
     assert result["recovered"] == 1
     assert [row["why"] for row in result["rows"]] == [
@@ -103,5 +103,5 @@ def test_verdict_detects_wrong_bits_wrong_step_and_missing_job(tmp_path: Path) -
         "the job never came back",
     ]
     assert result["rows"][0]["lost_steps"] == 2
-    saves[1] = Save(1, 6, 0)
+    saves[1] = saves[2]
     assert judge(tmp_path, kills, saves)["rows"][1]["why"] == "host-0: other bits at step 7"
