@@ -127,11 +127,11 @@ def own_host_dirs(url: str, settings: Settings, root: RootRecord) -> dict[str, P
     found = {}
     for tier in settings.tiers:
         if tier.medium != PEER:
-            jobs = [Path(tier.path) / name for name in root.job_names(url, tier.job)]
-            if not settings.options.read_only:
+            own, *earlier = [Path(tier.path) / name for name in root.job_names(url, tier.job)]
+            for each in earlier if not settings.options.read_only else ():
                 with suppress(OSError):  # not there, or another process of this host did it
-                    jobs[-1].rename(jobs[0])
-            job = next((each for each in jobs if each.is_dir()), jobs[0])
+                    each.rename(own)
+            job = next((each for each in (own, *earlier) if each.is_dir()), own)
             found[tier.name] = job / settings.host_id
     return found
 
