@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
+from ckptkit.launch.first_imports import FirstImports
 from tests.launch.imports.corpus import Program, programs
 
 PROGRAMS = {program.name: program for program in programs()}
@@ -57,3 +58,13 @@ def test_programs_print_the_same_warm_and_cold(name: str, tmp_path: Path, monkey
 def test_all_programs_print_the_same_warm_and_cold(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for every program of the corpus."""
     check(PROGRAMS[name], tmp_path, monkeypatch)
+
+
+def test_editable_install_is_a_library_too(tmp_path: Path) -> None:
+    """A contributor's jobs would restart cold: no entry of `sys.path` has a package that is installed so."""
+    script = tmp_path / "s.py"
+    script.write_text("import os, ckptkit, jax\n")
+    path = [str(tmp_path), *(each for each in sys.path if not (Path(each) / "ckptkit").is_dir())]
+    assert FirstImports("script", str(script), path).statements == ["import ckptkit", "import jax"]
+    (tmp_path / "ckptkit.py").write_text("")
+    assert FirstImports("script", str(script), path).statements == []
