@@ -38,9 +38,7 @@ def newest_covered(ram: Iterable[Path], ssd: Iterable[Path], durable: Path) -> S
     """
     covered = _durable_saves(durable) | _fast_saves([*ram, *ssd])
     ancestry = _ancestry(durable)
-    abandoned = {
-        save for save in covered for epoch, _, *base in ancestry if save.epoch < epoch and [*save[:2]] > base
-    }
+    abandoned = {save for save in covered for epoch, _, *base in ancestry if save.epoch < epoch and [*save[:2]] > base}
     return max(covered - abandoned, default=None)
 
 
