@@ -187,19 +187,26 @@ class Ledger:
         """The step of the newest save, one under way too. After a restore it is the restored step, until a newer one is
         saved, or found by another look at the tiers."""
         with self._lock:
-            came = [each.save_id for each in self._visible_now() if each.save_id not in self._passed_over]
+            came = [each.save_id for each in self._unsorted() if each.save_id not in self._passed_over]
             if self._restored is not None:  # also another job's save, which was not there when the tiers were listed
                 came.append(self._restored)
-        return max(came).step if came else None
+        return max(came, key=_age).step if came else None
 
     def passed_over(self) -> list[StepRecord]:
         """The saves that are newer than the restored one, oldest first: the next save abandons them."""
         return [record for record in self.records() if record.save_id in self._passed_over]
 
     def _visible_now(self) -> list[StepRecord]:
+        return sorted(self._unsorted(), key=lambda record: _age(record.save_id))
+
+    def _unsorted(self) -> list[StepRecord]:
         superseded, hidden = self.ancestry.superseded, self._rejected
-        found = [r for r in self._records.values() if r.save_id not in hidden and not superseded(r.save_id)]
-        return sorted(found, key=lambda record: record.save_id)
+        return [r for r in self._records.values() if r.save_id not in hidden and not superseded(r.save_id)]
+
+
+def _age(save_id: SaveId) -> tuple[tuple[int, float, int], str]:
+    """Sorts as the saves do: made once for each, where a comparison makes it twice."""
+    return save_id.made, save_id.run
 
 
 class Calls:

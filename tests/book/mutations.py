@@ -5,8 +5,8 @@ Processes of the book are forked: what is replaced here before that is replaced 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,8 @@ from ckptkit.model.manifest import ID_CHARS, SaveId
 from ckptkit.model.tiers import KeepNewest
 from ckptkit.restore import local_tiers
 from ckptkit.save.ledger import Calls, Ledger
+from tests.mutating import all_of
+from tests.mutating import mutated as of_these
 
 _SAME = "0" * ID_CHARS
 
@@ -40,7 +42,7 @@ def _shares_are_joined() -> Any:
     def is_equal(save: SaveId, other: Any) -> bool:
         return isinstance(other, SaveId) and numbers(save) == numbers(other)
 
-    return _all(
+    return all_of(
         mock.patch.object(SaveId, "__eq__", is_equal),
         mock.patch.object(SaveId, "__hash__", lambda self: hash(numbers(self))),
         _runs_are_alike(),
@@ -95,7 +97,7 @@ def _unrecorded_for_ever() -> Any:
 
 def _nobody_is_told() -> Any:
     """A start names neither saves of another root nor those of runs that the root does not know."""
-    return _all(
+    return all_of(
         mock.patch.object(build, "warn_of_other_roots"),
         mock.patch.object(build, "warn_of_unrecorded"),
     )
@@ -126,20 +128,4 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "kept": _oldest_are_kept,
 }
 
-
-@contextmanager
-def mutated(name: str | None) -> Iterator[None]:
-    """The library with one fault; None: as it is."""
-    if name is None:
-        yield
-        return
-    with MUTATIONS[name]():
-        yield
-
-
-@contextmanager
-def _all(*patches: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        yield
+mutated = partial(of_these, MUTATIONS)

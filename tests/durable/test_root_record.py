@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ckptkit.durable.lifecycle.root_record import RootRecord, make_root_record, 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId, new_id
+from ckptkit.slots.reader import read_manifest
 from ckptkit.store import MemoryStore, open_store
 
 args: Any = ocp.args
@@ -142,10 +144,6 @@ def as_earlier_format(home: Path) -> None:
     for path in (home / "root" / paths.EPOCHS_DIR).iterdir():
         path.unlink()
     EpochRecords(store).write(Ancestry(ancestry.epoch))
-    from dataclasses import replace
-
-    from ckptkit.slots.reader import read_manifest
-
     for path in (home / "ram").glob("*/h/0/step-*.json"):
         manifest = read_manifest(path)
         old = SaveId(manifest.save_id.epoch, manifest.save_id.step, manifest.save_id.number)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,8 @@ from ckptkit.save.protocol import Do, SaveProtocol
 from ckptkit.save.records import Save, Snapshot
 from ckptkit.save.voting import TierWork, Voting
 from ckptkit.util import clock
+from tests.mutating import all_of
+from tests.mutating import mutated as of_these
 
 
 def _undecided_for_ever() -> Any:
@@ -68,7 +70,7 @@ def _books_are_local() -> Any:
     def stay(self: Branch, state: Any) -> None:
         del self, state
 
-    return _all(
+    return all_of(
         mock.patch.multiple(CommitLog, news=news, learn=learn),
         mock.patch.object(Voting, "_vote", voted),
         mock.patch.object(Branch, "synchronise", stay),
@@ -160,20 +162,4 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "age": _ages_by_the_clock,
 }
 
-
-@contextmanager
-def mutated(name: str | None) -> Iterator[None]:
-    """The protocol with one fault put back; None: as it is."""
-    if name is None:
-        yield
-        return
-    with MUTATIONS[name]():
-        yield
-
-
-@contextmanager
-def _all(*patches: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        yield
+mutated = partial(of_these, MUTATIONS)

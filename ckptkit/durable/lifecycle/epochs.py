@@ -10,6 +10,7 @@ the epoch before it, and is recorded for that one. A step that no record names w
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -94,8 +95,17 @@ class Ancestry:
         return SaveId(0, step, -1) if named.root and self.root and named.root != self.root else named
 
     def superseded(self, save: SaveId) -> bool:
-        """Whether `save` belongs to a branch that a later epoch abandoned."""
-        return any(rollback.abandons(save) for rollback in self.rollbacks)
+        """Whether `save` belongs to a branch that a later epoch abandoned.
+
+        Cost: constant. The step loop asks for each save at each call, and a restart adds a rollback: bases ascend with
+        the epochs (`begin`), so the first one of a later epoch decides. Those of earlier formats come before it.
+        """
+        for at in range(bisect_right(self.rollbacks, save.epoch, key=_epoch_of), len(self.rollbacks)):
+            if self.rollbacks[at].abandons(save):
+                return True
+            if self.rollbacks[at].base is not None:
+                return False
+        return False
 
     def may_be_abandoned(self, step: int) -> bool:
         """Whether a damaged durable step, which names no save, may belong to an abandoned branch."""
@@ -162,6 +172,10 @@ class Ancestry:
             str(record.get("root", "")),
             frozenset(map(SaveId.from_list, record.get("deleted", ()))),
         )
+
+
+def _epoch_of(rollback: Rollback) -> int:
+    return rollback.epoch
 
 
 _DELETED_KEPT = 1000  # of the newest saves that were deleted
