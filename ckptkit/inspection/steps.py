@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.durable.lifecycle.epochs import Ancestry
-from ckptkit.durable.lifecycle.root_record import read_root_record
+from ckptkit.durable.lifecycle.epochs import Ancestry, root_record_of
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, json_value, no_directory, step_items
 from ckptkit.inspection.records import Holding, Listing, StepEntry
@@ -109,7 +108,7 @@ def slots_of_root(tier: str, url: str, host_id: str, notes: list[str]) -> list[P
 
     Raises `StoreError` for directories that may not be read.
     """
-    record = read_root_record(open_store(url))
+    record = root_record_of(open_store(url))
     endings = tuple(name.removeprefix("job") for name in record.job_names(url))
     try:
         jobs = [name for name in sorted(os.listdir(tier)) if name.endswith(endings)]

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.durable.lifecycle.root_record import read_root_record
+from ckptkit.durable.lifecycle.epochs import root_record_of
 from ckptkit.errors import StoreError
 from ckptkit.inspection.places import local_kind, nothing_at
 from ckptkit.inspection.records import FORMAT
@@ -90,7 +90,7 @@ def list_arenas(
     files that it may not read.
     """
     url = None if root is None else root_url(root)
-    own = () if url is None else read_root_record(open_store(url)).job_names(url)
+    own = () if url is None else root_record_of(open_store(url)).job_names(url)
     found = []
     for tier in tiers:
         for directory, name, host in _directories(tier):

@@ -240,3 +240,16 @@ def test_record_of_deleted_saves_is_bounded() -> None:
         records.delete([save_of(1, R1, number=number) for number in range(first, first + 1000)])
     kept = records.read().deleted
     assert (len(kept), min(save.number for save in kept)) == (1000, 2000)
+
+
+@pytest.mark.parametrize("harm", ["damaged", "missing"])
+def test_commands_find_the_slots_of_a_root_whose_id_is_damaged(tmp_path: Path, harm: str) -> None:
+    """`steps` would end at the file, or show no save of a fast tier, though a restart finds them all."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 0, 1)
+    key = tmp_path / "root" / paths.ROOT_KEY
+    key.unlink()
+    if harm == "damaged":
+        key.write_text("{")
+    found = ckptkit.list_steps(str(tmp_path / "root"), tiers=[str(tmp_path / "ram")], host_id="h")
+    assert [each.step for each in found.steps] == [0, 1]
