@@ -129,10 +129,13 @@ def _step_number(place: Place) -> tuple[int, bool]:
     conversion wrote."""
     above = place.url.rstrip("/").rpartition("/")[0].rpartition("/")[2]
     names = (place.name, above) if item_kind(place) is None else (above, place.name)  # an item may be called model_1
-    for name in names:
-        if (step := paths.step_of_name(name)) is not None:
-            return step, True
-    if processes := sidecar_processes(place):
+    steps = [step for name in names if (step := paths.step_of_name(name)) is not None]
+    processes = sidecar_processes(place)
+    if processes and len(set(steps)) != 1:
         save_id = read_sidecars(place, processes[:1], extent="head")[processes[0]].save_id
-        return save_id.step, save_id.epoch > 0  # a run's first is 1
-    return 0, False
+        of_run = save_id.epoch > 0  # a run's first is 1
+        if not steps:
+            return save_id.step, of_run
+        if not of_run and save_id.step in steps:  # a tree by itself, in a root whose own name is a number
+            return save_id.step, True
+    return (steps[0], True) if steps else (0, False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -200,6 +201,18 @@ def test_standalone_item_has_no_step(stock: Path, saved: Job, ckpt: Run, tmp_pat
     shutil.copytree(saved.root / "1/state", tmp_path / "state")
     found = ckptkit.verify(str(tmp_path / "state"))
     assert (found.item, states(found)) == (None, {1: "proven"})
+
+
+@pytest.mark.parametrize("run", ["run", "20261128", "run_3"])
+def test_tree_by_itself_is_verified_in_a_root_of_any_name(run: str, ckpt: Run, tmp_path: Path) -> None:
+    """The number in the root's own name would be taken for the tree's step, and the tree for a damaged one."""
+    tree = tmp_path / run / "7"
+    tree.parent.mkdir()
+    np.savez(tmp_path / "a.npz", w=np.arange(16.0))
+    ckpt("convert", tmp_path / "a.npz", tree, "--to", "orbax")
+    for place in (tree, tree.parent):
+        (proof,) = ckptkit.verify(str(place)).steps
+        assert (proof.step, proof.state) == (7, "proven"), proof
 
 
 def test_sidecar_of_another_step_is_corrupt(job: Job) -> None:
