@@ -7,7 +7,7 @@ Rules:
 - The newest save is the one made last on this branch. A higher number of a step does not make a save newer.
 - A root that was removed and made again is another root: no answer is a save of the first one.
 - A backup that was put back is the same root as it was then. No answer is of a run that it does not know of.
-- A run that could not record itself in the root may be an answer only while no other run has begun.
+- A run that could not record itself in the root, not later either, is an answer only while no other run has begun.
 - A save after the restore of an older one begins a branch: later saves of the branch before are abandoned.
 - A deleted save does not return, on whatever host it lay.
 - A tier keeps its `keep` newest saves, in the order of saving.
@@ -137,6 +137,7 @@ class Book:
     def begin_save(self, run: Run, value: int, step: int) -> None:
         """A process has called `save`."""
         run.segment = run.segment or self._begin(run, value)
+        run.segment.status = max(run.segment.status, MAYBE if run.writable else NO)
         self.saves[value] = Save(
             value=value, step=step, root=run.root.identity, place=run.place, run=run.number,
             segment=run.segment.number, hosts=run.hosts, sharded=run.sharded,
@@ -151,9 +152,8 @@ class Book:
 
     def _begin(self, run: Run, began: float) -> Segment:
         self._count += 1
-        segment = Segment(number=self._count, run=run.number, base=run.base, began=began, status=MAYBE)
-        run.root.segments.append(segment)
-        return segment
+        run.root.segments.append(Segment(number=self._count, run=run.number, base=run.base, began=began, status=NO))
+        return run.root.segments[-1]
 
     def end_save(self, run: Run, value: int, *, taken: bool) -> None:
         """`save` has returned on all processes."""
@@ -197,7 +197,7 @@ class Book:
         """The run has ended by `close`, which may copy the restored step to the root."""
         if run.restored and run.base:
             run.root.durable[run.base] = max(MAYBE, run.root.durable.get(run.base, NO))
-            self._begin(run, max(self.saves) + 0.5)
+            self._begin(run, max(self.saves) + 0.5).status = MAYBE
 
     def _prune(self, run: Run, save: Save, tier: str, *, certain: bool) -> None:
         """A tier has taken a save: what is not among the newest there may be gone."""
@@ -230,7 +230,7 @@ class Book:
     def _known(self, save: Save, root: Root) -> int:
         """Whether the root knows of the run that made a save."""
         for segment in root.segments:
-            if segment.number == save.segment and (segment.status == YES or not save.alone):
+            if segment.number == save.segment and (segment.status or not save.alone):
                 return segment.status
         if save.alone:
             later = [s for s in root.segments if s.began > save.value and s.run != save.run and s.status == YES]
