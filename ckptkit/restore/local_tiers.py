@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import final
 
@@ -164,17 +165,21 @@ def together(
     If several hold a box, the first one that verifies is returned; damage in a sample raises at once. If none verifies
     and one did not answer, that one is the error: its copy may be intact.
     """
-    by_box: dict[tuple[str, tuple[str, ...], Box], list[tuple[LeafRecord, BoxRecord, BoxReader, str]]] = {}
+    by_box: dict[tuple[str, tuple[str, ...], Box], list[tuple[LeafRecord, BoxRecord, BoxReader, str, int]]] = {}
     for source, reader in pairs:
         for manifest in source.manifests:
             for item, leaves in manifest.arrays.items():
                 for leaf in leaves:
                     for record in leaf.boxes:
-                        by_box.setdefault((item, leaf.path, record.box), []).append((leaf, record, reader, source.tier))
+                        found = by_box.setdefault((item, leaf.path, record.box), [])
+                        found.append((leaf, record, reader, source.tier, manifest.writer.process))
+    for found in by_box.values():
+        if len(found) > 1 and found[0][0].kind != "jax":  # of values in host memory, the lowest process's come first
+            found.sort(key=itemgetter(4))
 
     def read(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         failed: CheckpointError | None = None
-        for theirs, stored, reader, owner in by_box[item, leaf.path, record.box]:
+        for theirs, stored, reader, owner, _ in by_box[item, leaf.path, record.box]:
             try:
                 return reader(item, theirs, stored, wanted, into)
             except (CorruptCheckpointError, PeerUnreachableError) as error:

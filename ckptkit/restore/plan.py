@@ -168,11 +168,13 @@ def rank_candidates(
 
 
 def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: Sequence[Source]) -> RestorePlan:
-    """The sources of every wanted box, in the given order of cost.
+    """The sources of every wanted box, in the given order of cost; where they differ, as only what was saved from host
+    memory may, those of the lowest process first.
 
     Raises `CorruptCheckpointError` naming the first box that nothing covers.
     """
     held = list(enumerate([_records_by_leaf(source, save_id) for source in sources]))
+    writers = [min((manifest.writer.process for manifest in source.manifests), default=0) for source in sources]
     reads: list[BoxRead] = []
     sizes: dict[int, list[int]] = {}  # by the `id` of the boxes, which leaves of one form share
     for key, boxes in wanted.items():
@@ -192,6 +194,8 @@ def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: 
                     step=save_id.step,
                 )
             records = covering[0][1]
+            if len(covering) > 1 and _differ(covering):
+                covering = tuple(sorted(covering, key=lambda each: writers[each[0]]))
             reads.append(BoxRead(key, box, size * itemsize_of(records[0][0].dtype) if records else 0, covering))
     return RestorePlan(
         save_id=save_id,
@@ -199,6 +203,14 @@ def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: 
         remote=tuple(source.remote for source in sources),
         reads=tuple(reads),
     )
+
+
+def _differ(covering: Covering) -> bool:
+    """Whether sources have different values, as only those from host memory may."""
+    first = covering[0][1]
+    if not first or first[0][0].kind == "jax":
+        return False
+    return len({tuple(record.digests for _, record in records) for _, records in covering}) > 1
 
 
 def _records_by_leaf(source: Source, save_id: SaveId) -> dict[Key, _Records]:
@@ -214,7 +226,7 @@ def _records_by_leaf(source: Source, save_id: SaveId) -> dict[Key, _Records]:
             for leaf in records
         }
     leaves: dict[Key, dict[Box, tuple[LeafRecord, BoxRecord]]] = {}
-    for manifest in source.manifests:
+    for manifest in sorted(source.manifests, key=lambda each: each.writer.process):
         assert manifest.save_id == save_id, "two saves are never mixed"
         for item, records in manifest.arrays.items():
             for leaf in records:

@@ -135,10 +135,11 @@ class Preparer:
         ]
 
     def _inline(self, manifests: Sequence[Manifest], wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """The small items, by name."""
+        """The small items, by name: those of the lowest process."""
         inline = {}
         for name, arg in wanted.items():
             holders = [manifest for manifest in manifests if name in manifest.inline]
+            holders.sort(key=lambda each: each.writer.process)
             inline[name] = holders[0].inline[name]
             if inline[name]["kind"] == "grain":
                 inline[name] = self._iterator(name, holders, arg)

@@ -30,11 +30,13 @@ from ckptkit.model.manifest import SaveId, itemsize_of
 from ckptkit.model.policies import RestoreOptions
 from ckptkit.model.tiers import DURABLE
 from ckptkit.model.verify_mode import Verify, VerifySelection, begin
+from ckptkit.restore import host_values
 from ckptkit.restore.broadcast.coordinator import Broadcaster
 from ckptkit.restore.broadcast.cost_model import BroadcastChoice
 from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.execute import LocalRead, Shared, Verified
+from ckptkit.restore.host_values import Told
 from ckptkit.restore.inventory import Held, from_runs, holders_of, to_runs, uncommitted_by, writers_of
 from ckptkit.restore.local_tiers import Holdings, LocalSave
 from ckptkit.restore.plan import Candidate, RestorePlan
@@ -108,6 +110,7 @@ class Restorer:
         self.rejected: list[Rejection] = []  # by the last restore, in the order in which they were tried
         self._manifests_damaged = False  # on any process, at the last look: what those recorded is not known
         self._waits_for = "its begin"
+        self._told = Told()  # to all processes, of the candidate that is tried
         self._begun_s = 0.0
         self._events = job.events
         self._reading = LocalRead(inventory.durable, job.events)
@@ -267,6 +270,7 @@ class Restorer:
         """
         save_id = candidate.save_id
         self._reading.damaged.clear()
+        self._told = Told()
         self._waits_for = f"a plan of all processes for step {save_id.step}"
         own = prepared.holdings if prepared is not None else self._inventory.local.holdings(local, wanted.proves)
         search = self._search(candidate, own, wanted)
@@ -274,6 +278,8 @@ class Restorer:
         if rejection is not None:
             is_covered = ItemNotFoundError.__name__ in rejection
             return rejection if is_covered else candidate.uncommitted or rejection
+        self._told = host_values.agreed(self._coordinator, planned, self._reading.rejected(save_id, wanted.proves))
+        planned = planned and self._told.put_into(planned)
         self._waits_for = f"the bytes of step {save_id.step}"
         shared, choice = self._broadcaster.share(planned, wanted.proves, caller)
         rejection, proven = self._together("restore", lambda: self._read(local, search, planned, wanted, shared))
@@ -339,9 +345,10 @@ class Restorer:
         except ItemNotFoundError:
             search.require_all_items()
             raise
-        if planned is not None:
-            self._say_planned(planned.plan)
-        return planned
+        if planned is None:
+            return None
+        self._say_planned(planned.plan)
+        return self._told.put_into(planned)
 
     def _read(
         self,

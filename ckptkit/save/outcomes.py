@@ -119,8 +119,8 @@ class Outcomes:
                 self._differing.add(name)
                 _log.warning(
                     "step %d: values in host memory (NumPy arrays, Python numbers, JSON) of item %r differ between "
-                    "process 0 and process %d. Each process may get those of any process back. Save values of one "
-                    "process as a jax.Array with an axis for the processes, or save equal values",
+                    "process 0 and process %d. Every process gets those of process 0 back. Save values of one process "
+                    "as a jax.Array with an axis for the processes",
                     *(save_id.step, name, process),
                 )
 
