@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 _SHOWN_MAX = 40  # differences in one message
 
@@ -67,17 +68,6 @@ def with_damage(problems: Collection[str]) -> Iterator[None]:
         for problem in problems:
             error.add_note(f"damaged: {problem}")
         raise
-
-
-def names_damage(reason: str) -> bool:
-    """Whether the reason of a rejection, which names errors, names one of damaged bytes or missing files."""
-    return any(error.__name__ in reason for error in (CorruptCheckpointError, FileNotFoundError))
-
-
-def names_no_damage(reason: str) -> bool:
-    """Whether the save is intact by such a reason: another job restores it, and a repair changes nothing."""
-    named = any(error.__name__ in reason for error in (UnsuitedSaveError, UntrustedStepError))
-    return named and not names_damage(reason)
 
 
 class UntrustedStepError(CorruptCheckpointError):
@@ -203,6 +193,58 @@ _HEARD = {
         TierUnusableError,
     )
 }
+
+
+Cause = Literal["damaged", "unsuited", "untrusted", "no item"]
+
+
+class Reason(NamedTuple):
+    """Why something was rejected: `text` is for people, and `causes` for decisions. No decision reads a text."""
+
+    text: str
+    causes: tuple[Cause, ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException) -> Reason:
+        """The reason of an error, with the name of its class."""
+        cause = _cause_of(error)
+        return cls(f"{type(error).__name__}: {error}", () if cause is None else (cause,))
+
+    @classmethod
+    def of_json(cls, values: Any) -> Reason | None:
+        """The reason that JSON has made a list of, or None."""
+        return None if values is None else cls(values[0], tuple(values[1]))
+
+    @classmethod
+    def of_processes(cls, reasons: Mapping[int, Reason], shown_max: int) -> Reason | None:
+        """One for all processes that have a reason, with the texts of the first `shown_max`; None without any."""
+        texts = [f"process {process}: {reason.text}" for process, reason in reasons.items()]
+        more = [f"and {len(texts) - shown_max} more processes"] if len(texts) > shown_max else []
+        causes: set[Cause] = {cause for reason in reasons.values() for cause in reason.causes}
+        return cls("; ".join([*texts[:shown_max], *more]), tuple(sorted(causes))) if texts else None
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether bytes are damaged, or files are missing."""
+        return "damaged" in self.causes
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether another job, or one with another key, restores the save: a repair changes nothing."""
+        return not self.is_damage and not {"unsuited", "untrusted"}.isdisjoint(self.causes)
+
+
+def _cause_of(error: BaseException) -> Cause | None:
+    if isinstance(error, StepNotFoundError):
+        return None
+    causes: dict[type[Exception], Cause] = {
+        UnsuitedSaveError: "unsuited",
+        UntrustedStepError: "untrusted",
+        CorruptCheckpointError: "damaged",
+        FileNotFoundError: "damaged",
+        ItemNotFoundError: "no item",
+    }
+    return next((cause for kind, cause in causes.items() if isinstance(error, kind)), None)
 
 
 def heard_from(process: int, name: str, message: str) -> CheckpointError:

@@ -13,7 +13,7 @@ from statistics import median
 from ckptkit.diagnosis.records import Advice, AdviceKind, Facts
 from ckptkit.diagnosis.saving import LOSSES_MIN, better_interval
 from ckptkit.diagnosis.stragglers import late_process, slow_processes
-from ckptkit.errors import names_no_damage
+from ckptkit.errors import Reason
 from ckptkit.events import Event, Kind
 from ckptkit.inspection.words import count_text, size_text
 from ckptkit.model.tiers import DURABLE
@@ -268,7 +268,7 @@ def rejected(facts: Facts) -> list[Advice]:
     why = last.fields.get("reason")
     times = "once" if len(events) == 1 else f"{len(events)} times"
     what = f"{times} a restore or an inspection skipped something; last: {where}: {why}"
-    if all(names_no_damage(str(event.fields.get("reason"))) for event in events):
+    if all(Reason("", tuple(event.fields.get("causes", ()))).is_intact for event in events):
         return _said("rejected", "at risk", what, "nothing is damaged: give the restore what the reason names")
     return _said("rejected", "at risk", what, on_each_host(_repair_command(facts)))
 

@@ -134,8 +134,8 @@ def _prepared(
 def _together(coordinator: Coordinator, channel: str, act: Any, url: str) -> Any:
     rejection, done = act_together(coordinator, channel, act)
     if rejection is not None:
-        untrusted = UntrustedStepError.__name__ in rejection
+        untrusted = "untrusted" in rejection.causes
         raise (UntrustedStepError if untrusted else CorruptCheckpointError)(
-            f"{url} cannot be loaded: {rejection}. Restore it from a copy, or load another checkpoint", path=url
+            f"{url} cannot be loaded: {rejection.text}. Restore it from a copy, or load another checkpoint", path=url
         )
     return done

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError, heard_from
+from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError, Reason, heard_from
 from ckptkit.job.coordination import Coordinator
 
 _T = TypeVar("_T")
@@ -22,8 +22,8 @@ def act_together(
     *,
     timeout_s: float | None = None,
     rejecting: tuple[type[Exception], ...] = REJECTING,
-) -> tuple[str | None, _T | None]:
-    """Does its part and votes. Returns the reasons if any process rejects, else the result of `act`. An error outside
+) -> tuple[Reason | None, _T | None]:
+    """Does its part and votes. Returns the reason if any process rejects, else the result of `act`. An error outside
     of `rejecting` on one process raises on all."""
     error: Exception | None = None
     done = None
@@ -37,20 +37,25 @@ def act_together(
         if error is not None and is_fatal:
             raise error
         raise heard_from(*verdict["fatal"])
-    return verdict["reject"], done
+    return Reason.of_json(verdict["reject"]), done
 
 
 def _vote(
     coordinator: Coordinator, channel: str, error: Exception | None, is_fatal: bool, timeout_s: float | None
 ) -> dict[str, Any]:
     """One verdict for all: a fatal error raises everywhere, a rejection sends everybody to the next candidate."""
-    value = None if error is None else [is_fatal, type(error).__name__, str(error)[:_CHARS_MAX]]
+    value = None
+    if error is not None:
+        value = [is_fatal, type(error).__name__, str(error)[:_CHARS_MAX], Reason.of(error).causes]
 
     def worst(values: list[Any]) -> dict[str, Any]:
-        said = [(process, *each) for process, each in enumerate(values) if each is not None]
-        fatal = [[process, name, text] for process, is_fatal, name, text in said if is_fatal]
-        reject = [f"process {process}: {name}: {text}" for process, is_fatal, name, text in said if not is_fatal]
-        more = [f"{len(reject) - _TOLD_MAX} more processes"] if len(reject) > _TOLD_MAX else []
-        return {"fatal": fatal[0] if fatal else None, "reject": "; ".join([*reject[:_TOLD_MAX], *more]) or None}
+        said = {process: each for process, each in enumerate(values) if each is not None}
+        fatal = [[process, name, message] for process, (is_fatal, name, message, *_) in said.items() if is_fatal]
+        rejections = {
+            process: Reason(f"{name}: {message}", tuple(causes))
+            for process, (is_fatal, name, message, causes) in said.items()
+            if not is_fatal
+        }
+        return {"fatal": fatal[0] if fatal else None, "reject": Reason.of_processes(rejections, _TOLD_MAX)}
 
     return coordinator.agree(channel, value, worst, timeout_s=timeout_s)

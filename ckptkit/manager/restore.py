@@ -236,7 +236,7 @@ class Resumer:
             if each.is_incomplete and self._components.job.coordinator.process == 0:
                 _log.info(
                     "restore: step %d was %s. The run continues from step %d",
-                    *(each.save_id.step, each.reason, restored.save_id.step),
+                    *(each.save_id.step, each.reason.text, restored.save_id.step),
                 )
         rejected = [each for each in self._restorer.rejected if not each.is_incomplete]
         repair = on_each_host(history.inventory.repair_command)
@@ -303,7 +303,7 @@ def _named_untrusted(step: int | None, restorer: Restorer) -> Iterator[None]:
     try:
         yield
     except NoRestorableStepError as error:
-        reasons = [each.reason for each in restorer.rejected if UntrustedStepError.__name__ in each.reason]
+        reasons = [each.reason.text for each in restorer.rejected if "untrusted" in each.reason.causes]
         if step is None or not reasons:
             raise
         raise UntrustedStepError("; ".join(reasons), step=step, path=error.path) from None

@@ -11,7 +11,7 @@ from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, Reason
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
@@ -56,7 +56,7 @@ class Inventory:
         self._trusted = trusted
         self._ahead: tuple[int, DurableReader] | None = None
 
-    def report(self, save: LocalSave, refusal: str | None = None) -> list[Any]:
+    def report(self, save: LocalSave, refusal: Reason | None = None) -> list[Any]:
         """This process's report of a save on its host; `refusal`: why it cannot be read from there."""
         return save.report(self._rank, refusal, linked=self.client is not None).to_json()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from ckptkit.errors import Reason
 from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.manifest import Manifest, SaveId
 
@@ -35,11 +36,11 @@ class Held:
     count: int  # how many processes wrote it
     shares: tuple[tuple[int, str], ...] = ()  # writer, hash of its set of boxes
     tiers: tuple[str, ...] = ()
-    refusal: str | None = None
+    refusal: Reason | None = None
 
     def to_json(self) -> list[Any]:
         """The report as plain values, at most `REPORT_BYTES_MAX` of JSON: shares that find no room are left out."""
-        refusal = None if self.refusal is None else self.refusal[:_REFUSAL_CHARS_MAX]
+        refusal = self.refusal and [self.refusal.text[:_REFUSAL_CHARS_MAX], self.refusal.causes]
         head = [self.save_id.to_list(), self.count, list(self.tiers), refusal]
         room = REPORT_BYTES_MAX - len(json.dumps([*head, []])) - 2
         shares = []
@@ -59,7 +60,7 @@ class Held:
             count=count,
             shares=tuple(map(tuple, shares)),
             tiers=tuple(tiers),
-            refusal=refusal,
+            refusal=Reason.of_json(refusal),
         )
 
 

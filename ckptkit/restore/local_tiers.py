@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 
 from ckptkit.durable.cells.reader import Wanted
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError, Reason
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId
@@ -36,7 +36,7 @@ class LocalSave:
         """All manifests of the save on this host."""
         return tuple(manifest for pairs in self.held.values() for _, manifest in pairs)
 
-    def report(self, rank: tuple[int, int], refusal: str | None = None, *, linked: bool = True) -> Held:
+    def report(self, rank: tuple[int, int], refusal: Reason | None = None, *, linked: bool = True) -> Held:
         """The report of the save by this process, the `rank`-th on its host.
 
         `linked`: processes read each other's tiers. Otherwise nobody asks for the hashes, 3 us per leaf of every save.

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, Reason
 from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, itemsize_of
 
 _BRIEF_BYTES = 1 << 30  # takes seconds from any store
 
+_SHOWN_MAX = 4  # processes, in one message
+_NOT_HELD = Reason("its host does not hold it")
 Key = tuple[str, tuple[str, ...]]  # item, path of the leaf
 
 
@@ -29,8 +31,8 @@ class Candidate:
     save_id: SaveId
     durable: bool
     fast: bool
-    refusal: str | None = None
-    uncommitted: str | None = None  # who had not committed it when the job ended: where it is not covered, this is why
+    refusal: Reason | None = None
+    uncommitted: Reason | None = None  # who had not committed it when the job ended: the reason where it is not covered
 
     @property
     def where(self) -> str:
@@ -128,7 +130,7 @@ class RestorePlan:
 
 
 def rank_candidates(
-    fast: Sequence[Mapping[SaveId, str | None]],
+    fast: Sequence[Mapping[SaveId, Reason | None]],
     durable: Sequence[SaveId],
     superseded: Callable[[SaveId], bool],
     step: int | None = None,
@@ -151,17 +153,17 @@ def rank_candidates(
         in_durable = save in durable
         if superseded(save) or (step is not None and save.step != step) or (not in_durable and disowned(save)):
             continue
-        refusals = [
-            f"process {process}: {report.get(save, 'its host does not hold it')}"
+        refusals = {
+            process: reason
             for process, report in enumerate(fast)
-            if report.get(save, "") is not None
-        ]
+            if (reason := report.get(save, _NOT_HELD)) is not None
+        }
         ranked.append(
             Candidate(
                 save_id=save,
                 durable=in_durable,
                 fast=any(save in report for report in fast) if linked else len(refusals) < len(fast),
-                refusal=None if in_durable or linked or not refusals else _joined(refusals),
+                refusal=None if in_durable or linked or not refusals else Reason.of_processes(refusals, _SHOWN_MAX),
             )
         )
     return ranked
@@ -246,11 +248,6 @@ def _covering(records: _Records, wanted: Box) -> _Records | None:
     if missing_elements(wanted, [record.box for _, record in records]):
         return None
     return tuple((leaf, record) for leaf, record in records if record.box.intersect(wanted))
-
-
-def _joined(refusals: Sequence[str]) -> str:
-    more = f"; and {len(refusals) - 4} more processes" if len(refusals) > 4 else ""
-    return "; ".join(refusals[:4]) + more
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,9 @@ from ckptkit.errors import (
     ItemNotFoundError,
     NoRestorableStepError,
     PeerUnreachableError,
+    Reason,
     StepNotFoundError,
     TreeMismatchError,
-    names_damage,
-    names_no_damage,
 )
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job, ScopedCoordinator
@@ -61,21 +60,21 @@ class Rejection:
 
     save_id: SaveId
     where: str
-    reason: str
+    reason: Reason
     is_incomplete: bool = False  # some processes had not committed it when the job ended: nothing is damaged
 
     @property
     def is_damage(self) -> bool:
         """Whether the save itself is at fault: bytes are damaged, or files are missing."""
-        return names_damage(self.reason)
+        return self.reason.is_damage
 
     @property
     def is_unsuited(self) -> bool:
         """Whether the save is intact, as far as it was committed: a repair changes nothing."""
-        return self.is_incomplete or names_no_damage(self.reason)
+        return self.is_incomplete or self.reason.is_intact
 
     def __str__(self) -> str:
-        return f"step {self.save_id.step} in {self.where}: {self.reason}"
+        return f"step {self.save_id.step} in {self.where}: {self.reason.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +159,12 @@ class Restorer:
                     )
                 )
                 kind = Kind.INCOMPLETE if incomplete else Kind.REJECTED
-                self._events.emit(kind, step=candidate.save_id.step, tier=candidate.where, reason=outcome)
-                if ItemNotFoundError.__name__ in outcome and not names_damage(outcome):
-                    raise ItemNotFoundError(_lacks_item(candidate, outcome, is_newest=step is None), path=self._url)
+                said = {"reason": outcome.text, "causes": outcome.causes}
+                self._events.emit(kind, step=candidate.save_id.step, tier=candidate.where, **said)
+                if "no item" in outcome.causes and not outcome.is_damage:
+                    raise ItemNotFoundError(
+                        _lacks_item(candidate, outcome.text, is_newest=step is None), path=self._url
+                    )
         if not rejected:
             what = f"step {step} was not found" if step is not None else "no step was found"
             raise StepNotFoundError(
@@ -171,7 +173,7 @@ class Restorer:
                 step=step,
                 path=self._url,
             )
-        reasons = [(r.where, r.save_id.step, r.reason) for r in rejected]
+        reasons = [(r.where, r.save_id.step, r.reason.text) for r in rejected]
         intact = not self._manifests_damaged and all(each.is_unsuited for each in rejected)
         repair = None if intact else on_each_host(self._inventory.repair_command)
         raise NoRestorableStepError(reasons, path=self._url, repair=repair)
@@ -212,14 +214,14 @@ class Restorer:
         said = {"held": report, "refused": local_tiers.refused, "damaged": local_tiers.damaged}
         agreed = self._coordinator.agree("candidates", said, rank)
         self._manifests_damaged = agreed["damaged"]
-        return [Candidate(**{**entry, "save_id": SaveId.from_list(entry["save_id"])}) for entry in agreed["ranked"]]
+        return [_candidate(entry) for entry in agreed["ranked"]]
 
-    def _uncommitted(self, candidate: Candidate) -> str | None:
+    def _uncommitted(self, candidate: Candidate) -> Reason | None:
         """Why a save in fast tiers alone was not complete when the job ended, on process 0; None if it was."""
         lacking = [] if candidate.durable else uncommitted_by(self._reports, candidate.save_id)
         named = ", ".join(map(str, lacking[:_NAMED_MAX])) + ", ..." * (len(lacking) > _NAMED_MAX)
         what = f"process{'es' * (len(lacking) > 1)} {named} had not committed it"
-        return f"not complete on all processes when the job ended: {what}" if lacking else None
+        return Reason(f"not complete on all processes when the job ended: {what}") if lacking else None
 
     def _report(
         self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, Prepared], wanted: RestoreRequest
@@ -242,18 +244,20 @@ class Restorer:
             report.append(self._inventory.report(local[save], refusal))
         return report
 
-    def _prepare_fast(self, save: LocalSave, wanted: RestoreRequest) -> Prepared | str | None:
+    def _prepare_fast(self, save: LocalSave, wanted: RestoreRequest) -> Prepared | Reason | None:
         """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
         try:
             holdings = self._inventory.local.holdings(save, wanted.proves)
             if not holdings.manifests:
-                return f"the slots of save {save.save_id} are gone"
+                return Reason(f"the slots of save {save.save_id} are gone")
             asked = self._preparer.asked(holdings.manifests, wanted)
-            return only_by_orbax(asked) if asked.orbax else self._preparer.prepare(save.save_id, holdings, asked)
+            if asked.orbax:
+                return Reason(only_by_orbax(asked), ("unsuited",))
+            return self._preparer.prepare(save.save_id, holdings, asked)
         except (TreeMismatchError, ItemNotFoundError):
             return None  # it is held; the mismatch is raised when the candidate is tried
         except Exception as error:  # noqa: BLE001  reported in the vote: a missing process leaves the others waiting
-            return f"{type(error).__name__}: {error}"
+            return Reason.of(error)
 
     def _try(
         self,
@@ -262,7 +266,7 @@ class Restorer:
         prepared: Prepared | None,
         wanted: RestoreRequest,
         caller: CallerThread | None,
-    ) -> Restored | str:
+    ) -> Restored | Reason:
         """The restored items, or why the processes together reject this candidate.
 
         Two verdicts: that everybody has a source for all that it wants, before anything is read, and that all of it
@@ -276,7 +280,7 @@ class Restorer:
         search = self._search(candidate, own, wanted)
         rejection, planned = self._together("plan", lambda: self._plan(search, prepared, wanted))
         if rejection is not None:
-            is_covered = ItemNotFoundError.__name__ in rejection
+            is_covered = "no item" in rejection.causes
             return rejection if is_covered else candidate.uncommitted or rejection
         self._told = host_values.agreed(self._coordinator, planned, self._reading.rejected(save_id, wanted.proves))
         planned = planned and self._told.put_into(planned)
@@ -310,7 +314,7 @@ class Restorer:
             proven=proven.proves.proves_all and proven.prepared is not None and proven.prepared.is_proven,
         )
 
-    def _together(self, channel: str, act: Callable[[], _T]) -> tuple[str | None, _T | None]:
+    def _together(self, channel: str, act: Callable[[], _T]) -> tuple[Reason | None, _T | None]:
         return act_together(self._coordinator, channel, act)
 
     def _search(self, candidate: Candidate, own: Holdings, wanted: RestoreRequest) -> SourceSearch:
@@ -405,6 +409,12 @@ class Restorer:
         return {"broadcast": choice.broadcast, "broadcast_why": choice.why}
 
 
+def _candidate(entry: Mapping[str, Any]) -> Candidate:
+    """A candidate as process 0 tells it."""
+    reasons = {name: Reason.of_json(entry[name]) for name in ("refusal", "uncommitted")}
+    return Candidate(**{**entry, **reasons, "save_id": SaveId.from_list(entry["save_id"])})
+
+
 def _unknown(step: int) -> SaveId:
     """Of a durable step whose damaged sidecars do not tell which save it is."""
     return SaveId(0, step, 0)
@@ -422,7 +432,7 @@ def _lacks_item(candidate: Candidate, reason: str, *, is_newest: bool) -> str:
 
 def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rejection]:
     """The steps above a save whose damaged sidecars do not tell their age: they are tried after all others."""
-    why = f"{CorruptCheckpointError.__name__}: its sidecars are damaged: which save it is cannot be read"
+    why = Reason.of(CorruptCheckpointError("its sidecars are damaged: which save it is cannot be read"))
     unknown = [each for each in candidates if each.save_id == _unknown(each.save_id.step)]
     return [
         Rejection(save_id=each.save_id, where=each.where, reason=why)

@@ -54,8 +54,8 @@ def test_rejections_of_ten_thousand_processes_are_summarised() -> None:
     rejection, done = act_together(job, "restore", refuse(error), timeout_s=5)
     assert done is None
     assert rejection is not None
-    assert rejection.startswith("process 0: CorruptCheckpointError: leaf params.h0.w is damaged; ")
-    assert rejection.endswith("; 9996 more processes")
+    assert rejection.text.startswith("process 0: CorruptCheckpointError: leaf params.h0.w is damaged; ")
+    assert rejection.text.endswith("; and 9996 more processes")
     assert len(job.said) < 4096
     assert len(job.heard) < 16384
 

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.errors import CorruptCheckpointError, Reason, UnsuitedSaveError
 from ckptkit.model.manifest import SaveId, Writer
 from ckptkit.restore.restorer import Rejection
 from ckptkit.slots.reader import read_manifest
@@ -89,7 +90,9 @@ def test_one_process_refuses_a_data_iterator_of_two(tmp_path: Path) -> None:
 
 def test_save_that_one_process_finds_damaged_is_repaired() -> None:
     """The error would not name the command that repairs."""
-    reason = "process 0: UnsuitedSaveError: saved by 2; process 1: CorruptCheckpointError: cell 3"
+    errors = {0: UnsuitedSaveError("saved by 2"), 1: CorruptCheckpointError("cell 3")}
+    reason = Reason.of_processes({process: Reason.of(error) for process, error in errors.items()}, 4)
+    assert reason is not None
     rejection = Rejection(save_id=SaveId(1, 5, 1), where="ram", reason=reason)
     assert rejection.is_damage
     assert not rejection.is_unsuited

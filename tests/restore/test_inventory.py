@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptkit.errors import Reason
 from ckptkit.model.manifest import SaveId
 from ckptkit.restore.inventory import (
     GIVERS_MAX,
@@ -37,12 +38,12 @@ SHARES = st.lists(st.tuples(st.integers(0, 10**6), st.text(max_size=40)), max_si
 @given(
     save=st.builds(SaveId, st.integers(0, 10**8), st.integers(0, 10**12), st.integers(0, 10**8)),
     shares=SHARES,
-    refusal=st.none() | st.text(max_size=5000),
+    refusal=st.none() | st.builds(Reason, st.text(max_size=5000), st.just(("damaged",))),
     tiers=st.lists(st.sampled_from(["ram", "ssd"]), unique=True).map(tuple),
 )
 @settings(deadline=None, max_examples=100)
 def test_a_report_is_at_most_4_kib(
-    save: SaveId, shares: tuple[tuple[int, str], ...], refusal: str | None, tiers: tuple[str, ...]
+    save: SaveId, shares: tuple[tuple[int, str], ...], refusal: Reason | None, tiers: tuple[str, ...]
 ) -> None:
     """Ten thousand processes would send gigabytes through the coordination service."""
     held = Held(save_id=save, count=10**6, shares=shares, tiers=tiers, refusal=refusal)
@@ -51,7 +52,7 @@ def test_a_report_is_at_most_4_kib(
     again = Held.from_json(json.loads(text))
     assert again.shares == shares[: len(again.shares)]
     assert (again.save_id, again.count, again.tiers) == (save, 10**6, tiers)
-    if len(json.dumps(shares)) < 1000 and (refusal is None or len(refusal) < 100):
+    if len(json.dumps(shares)) < 1000 and (refusal is None or len(refusal.text) < 100):
         assert again == held
 
 
@@ -155,7 +156,7 @@ def test_inventory_of_ten_thousand_processes_is_gathered() -> None:
                     count=count,
                     shares=((process, f"{process:016x}"),),
                     tiers=("ram", "ssd"),
-                    refusal=None if process != lost else "the slots of the save are missing",
+                    refusal=None if process != lost else Reason("the slots of the save are missing"),
                 ).to_json()
                 for save in saves
                 if process != lost or save != saves[-1]

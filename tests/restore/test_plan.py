@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.errors import CheckpointError, CorruptCheckpointError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, Reason
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.cells import copy_proven
@@ -28,6 +28,7 @@ from ckptkit.restore.read import execute
 
 SAVES = st.builds(SaveId, st.integers(0, 3), st.integers(0, 5), st.integers(0, 2))
 SAVE = SaveId(2, 7, 4)
+ABSENT = Reason("absent")
 KEY = ("state", ("w",))
 
 
@@ -79,14 +80,16 @@ def restored(plan: RestorePlan, values: np.ndarray) -> dict[Box, np.ndarray]:
 
 
 @given(
-    fast=st.lists(st.dictionaries(SAVES, st.none() | st.just("box missing"), max_size=5), min_size=1, max_size=4),
+    fast=st.lists(
+        st.dictionaries(SAVES, st.none() | st.just(Reason("box missing")), max_size=5), min_size=1, max_size=4
+    ),
     durable=st.lists(SAVES, unique=True, max_size=5),
     gone=st.sets(SAVES, max_size=5),
     step=st.none() | st.integers(0, 5),
 )
 @settings(deadline=None, max_examples=200)
 def test_candidates_are_newest_first_without_abandoned_ones(
-    fast: list[dict[SaveId, str | None]], durable: list[SaveId], gone: set[SaveId], step: int | None
+    fast: list[dict[SaveId, Reason | None]], durable: list[SaveId], gone: set[SaveId], step: int | None
 ) -> None:
     """If it failed, a restart would resume from an old step, or from an abandoned branch."""
     ranked = rank_candidates(fast, durable, gone.__contains__, step)
@@ -95,8 +98,8 @@ def test_candidates_are_newest_first_without_abandoned_ones(
     assert set(saves) == {s for s in everything if s not in gone and (step is None or s.step == step)}
     assert saves == sorted(saves, key=lambda s: s.made, reverse=True)
     for candidate in ranked:
-        everybody_has_it = all(report.get(candidate.save_id, "absent") is None for report in fast)
-        somebody_has_it = any(report.get(candidate.save_id, "absent") is None for report in fast)
+        everybody_has_it = all(report.get(candidate.save_id, ABSENT) is None for report in fast)
+        somebody_has_it = any(report.get(candidate.save_id, ABSENT) is None for report in fast)
         assert candidate.durable == (candidate.save_id in durable)
         assert candidate.fast == somebody_has_it
         assert (candidate.refusal is None) == (candidate.durable or everybody_has_it)
@@ -104,13 +107,13 @@ def test_candidates_are_newest_first_without_abandoned_ones(
 
 def test_a_refusal_names_each_process_and_its_reason() -> None:
     """If it failed, nobody could tell which host lost its ramdisk."""
-    reports = [{SAVE: None}, {}, {SAVE: "nothing covers leaf state:w"}]
+    reports = [{SAVE: None}, {}, {SAVE: Reason("nothing covers leaf state:w")}]
     (candidate,) = rank_candidates(reports, [], never)
     assert candidate == Candidate(
         save_id=SAVE,
         durable=False,
         fast=True,
-        refusal="process 1: its host does not hold it; process 2: nothing covers leaf state:w",
+        refusal=Reason("process 1: its host does not hold it; process 2: nothing covers leaf state:w"),
     )
     assert candidate.where == "fast"
 
@@ -119,25 +122,27 @@ def test_refusal_of_a_thousand_processes_fits_one_line() -> None:
     """If it failed, the error of a large job would be a megabyte."""
     (candidate,) = rank_candidates([{SAVE: None}, *[{}] * 999], [], never)
     assert candidate.refusal is not None
-    assert candidate.refusal.endswith("process 4: its host does not hold it; and 995 more processes")
-    assert len(candidate.refusal) < 300
+    assert candidate.refusal.text.endswith("process 4: its host does not hold it; and 995 more processes")
+    assert len(candidate.refusal.text) < 300
 
 
 def test_durable_save_is_not_refused() -> None:
     """If it failed, one wiped ramdisk would hide a good durable step."""
-    (candidate,) = rank_candidates([{}, {SAVE: "damaged"}], [SAVE], never)
+    (candidate,) = rank_candidates([{}, {SAVE: Reason("damaged")}], [SAVE], never)
     assert (candidate.refusal, candidate.where) == (None, "durable")
     (both,) = rank_candidates([{SAVE: None}, {}], [SAVE], never)
     assert (both.refusal, both.where) == (None, "fast+durable")
 
 
 @given(
-    fast=st.lists(st.dictionaries(SAVES, st.none() | st.just("box missing"), max_size=5), min_size=1, max_size=4),
+    fast=st.lists(
+        st.dictionaries(SAVES, st.none() | st.just(Reason("box missing")), max_size=5), min_size=1, max_size=4
+    ),
     durable=st.lists(SAVES, unique=True, max_size=5),
 )
 @settings(deadline=None, max_examples=50)
 def test_linked_processes_accept_a_save_that_any_holds(
-    fast: list[dict[SaveId, str | None]], durable: list[SaveId]
+    fast: list[dict[SaveId, Reason | None]], durable: list[SaveId]
 ) -> None:
     """If it failed, a lost ramdisk would hide a save that the other hosts hold whole."""
     for candidate in rank_candidates(fast, durable, never, linked=True):

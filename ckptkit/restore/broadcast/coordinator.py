@@ -177,7 +177,7 @@ class Broadcaster:
                 rejecting=(*REJECTING, PeerUnreachableError),  # who reads alone reaches further than another process
             )
             if rejection is not None:
-                state.choice = BroadcastChoice(broadcast=False, why=f"gave way to reading alone: {rejection}")
+                state.choice = BroadcastChoice(broadcast=False, why=f"gave way to reading alone: {rejection.text}")
                 return
             if number in _JUDGED_AT and not self._goes_on(number, sending, reader, state, width):
                 return
