@@ -352,13 +352,15 @@ class Branch:
             self._epoch, self._number, self._has_saved, self._line = state
 
     def _begin_epoch(self) -> None:
-        """The first save after a start or a rollback begins an epoch, and abandons what was above its base."""
+        """The first save after a start or a rollback begins an epoch, and abandons what was above its base. A run that
+        restored nothing continues from the newest save that it lists: hosts that are away may hold newer ones."""
         if self._has_saved and self._base in (None, self._ledger.newest_save()):
             self._base = None  # it is not a rollback: the saves that follow abandon nothing
             return
         if self._has_saved:
             self._epoch += 1
-        ancestry = self._ledger.ancestry.begin(self._epoch, self._base, self._run, self._ledger.stock_steps())
+        base = self._base or self._ledger.newest_save()
+        ancestry = self._ledger.ancestry.begin(self._epoch, base, self._run, self._ledger.stock_steps())
         self._ledger.ancestry = ancestry
         self._has_saved = True
         self._base = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ckptkit.errors import CheckpointError
 from ckptkit.model.manifest import SaveId
@@ -22,6 +22,9 @@ class Retention:
     Its decisions follow from the ledger: the saves that all processes have committed. So the newest such save is never
     released, and a save that is still being written, or whose verdict is unknown, is not touched. The same holds for
     the newest one with copies on other hosts, here and in the arenas with others' copies, which have no tier's name.
+
+    What leaves the ledger is decided from the ledger alone, so that all processes list the same steps. A process whose
+    host lacks some of these saves, as it was away, keeps older ones in their place.
     """
 
     def __init__(self, tiers: Sequence[Tier], arenas: Mapping[str, Arena], ledger: Ledger, in_flight_max: int):
@@ -35,6 +38,7 @@ class Retention:
         self._ledger = ledger
         self._in_flight_max = in_flight_max
         self._share_bytes: int | None = None  # the largest of all processes, in a slot
+        self._copied: SaveId | None = None  # the newest save with copies on other hosts
         self._lock = threading.RLock()
 
     def opened(self) -> None:
@@ -47,11 +51,12 @@ class Retention:
     def restored(self, save_id: SaveId) -> None:
         """The run goes on from this save: it is kept wherever it is held."""
         with self._lock:
+            self._copied = save_id
             for name, arena in self._arenas.items():
                 if save_id not in arena.held():
                     continue
                 if not self._waits_for_size(self._tiers[name]):
-                    arena.protect(save_id, *self._kept(name))
+                    arena.protect(save_id, *self._kept(name, arena.held()))
                 if self._beside[name]:
                     arena.protect(save_id, why=PEER)  # until a newer one has its copies elsewhere
             for peer_arena in self._peer_arenas:
@@ -86,6 +91,7 @@ class Retention:
         there, until a newer one has copies. Returns the result of `committed`."""
         problems: list[tuple[str, Exception]] = []
         with self._lock:
+            self._copied = save_id
             for name, arena in self._arenas.items():
                 if self._beside[name]:
                     arena.protect(save_id, why=PEER)
@@ -101,34 +107,35 @@ class Retention:
         """Forgets the saves that neither the tier's policy nor another reason keeps, and without a policy those that a
         rollback of a run without a record abandoned: a restart would not know of it. False if no policy can decide
         yet."""
-        kept, arena = self._protect(name), self._arenas[name]
+        self._protect(name)
+        kept, arena = self._kept(name), self._arenas[name]
         unrecorded = [save_id for save_id in arena.held() if save_id.after]
         abandoned = {save_id for save_id in unrecorded if self._ledger.ancestry.superseded(save_id)}
         if kept or abandoned:
-            forgotten = (self._ledger.committed_in(name) if kept else abandoned) - arena.protected
+            beside = {self._copied} if self._beside[name] else set[SaveId | None]()
+            forgotten = self._ledger.committed_in(name) - {*kept, *beside} if kept else abandoned
             try:
-                arena.forget(forgotten)
+                arena.forget(forgotten - arena.protected)
             except (CheckpointError, OSError) as error:
                 problems.append((name, error))
             else:
                 self._ledger.drop(name, forgotten)
         return bool(kept)
 
-    def _protect(self, name: str) -> list[SaveId]:
-        kept = self._kept(name)
-        if kept:
-            self._arenas[name].protect(*kept)
-        return kept
+    def _protect(self, name: str) -> None:
+        arena = self._arenas[name]
+        if kept := self._kept(name, arena.held()):
+            arena.protect(*kept)
 
-    def _kept(self, name: str) -> list[SaveId]:
-        """The saves of a tier that a policy keeps, newest first; empty without a policy, or if it cannot decide yet."""
+    def _kept(self, name: str, held: Collection[SaveId] | None = None) -> list[SaveId]:
+        """The saves of a tier that a policy keeps, newest first; empty without a policy, or if it cannot decide yet.
+        `held`: as if these alone were there."""
         tier = self._tiers[name]
         if tier.keep is None or self._waits_for_size(tier):
             return []
-        held = set(self._arenas[name].held())
         records = [record for record in reversed(self._ledger.records()) if name in record.tiers]
         flushed = {record.save_id for record in records if self._slower[name] in record.tiers}
-        newest_first = [record.save_id for record in records if record.save_id in held]
+        newest_first = [record.save_id for record in records if held is None or record.save_id in held]
         return tier.keep.kept(newest_first, flushed, tier.kept_max(self._share_bytes or 0))
 
     def _waits_for_size(self, tier: Tier) -> bool:

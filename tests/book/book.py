@@ -189,6 +189,7 @@ class Book:
             run.root.deleted[save.value] = YES if certain else MAYBE
             durable[save.value] = min(NO if certain else MAYBE, durable.get(save.value, NO))
             run.restored &= save.value != run.base
+            self._weaken(save, run.tiers, run.hosts)
             for old, _ in found if status == MAYBE else ():  # it may have replaced them
                 durable[old.value] = min(MAYBE, durable.get(old.value, NO))
                 self._weaken(old, run.tiers, old.hosts)
@@ -274,9 +275,8 @@ class Book:
         """The steps that `all_steps` must list, and those that it may list."""
         found = self.candidates(run)
         newest = {save.step: save for save, _ in reversed(found)}  # a step is listed once
-        unsure = max(
-            (s.value for s in self.saves.values() if self._held(s, run) == MAYBE), default=0
-        )  # may have replaced older
+        # Of the newest that may have replaced older ones:
+        unsure = max((s.value for s in self.saves.values() if self._held(s, run) == MAYBE), default=0)
         must = set[int]()
         for save, status in found:
             if status == YES and save.value > unsure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,21 @@ def test_late_durable_commit_of_an_older_save_is_not_the_newest() -> None:
     book.keep_only("ram", [newer])
     book.commit(older, "durable")
     assert (book.latest_step(), book.steps()) == (2, [1, 2])
+
+
+def test_run_that_restores_nothing_abandons_what_it_does_not_see(tmp_path: Path) -> None:
+    """The step of a host that was away would be listed among those of the newer run."""
+    away = tmp_path / "away"
+    with manager_of(tmp_path, every=10) as manager:
+        for step in (10, 11):
+            assert manager.save(step, args=args.StandardSave({"w": np.full(4, step)}))
+            manager.wait_until_finished()
+    (tmp_path / "ram").rename(away)
+    with manager_of(tmp_path, every=10) as manager:
+        assert manager.all_steps() == [10]
+        save(manager, 20)
+        assert manager.all_steps() == [10, 20]
+    shutil.rmtree(tmp_path / "ram")
+    away.rename(tmp_path / "ram")
+    with manager_of(tmp_path, every=10) as manager:
+        assert manager.all_steps() == [10, 20]

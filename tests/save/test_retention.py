@@ -14,7 +14,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.manager import build
+from ckptkit.model.manifest import SaveId
+from ckptkit.save.ledger import Ledger
+from ckptkit.save.retention import Retention
 from ckptkit.store import LocalStore
 from ckptkit.util import clock
 
@@ -321,3 +325,43 @@ def test_steps_of_an_abandoned_branch_do_not_count_as_kept(job: Job) -> None:
         assert held(manager)["ram"] == [3, 4]
         assert same(manager, 3)
         assert same(manager, 4)
+
+
+class Slots:
+    """The saves in the slots of one host."""
+
+    def __init__(self, *held: SaveId):
+        self.saves = set(held)
+        self.protected: frozenset[SaveId] = frozenset()
+
+    def held(self) -> list[SaveId]:
+        return sorted(self.saves)
+
+    def protect(self, *save_ids: SaveId, why: str = "") -> None:
+        del why
+        self.protected = frozenset(save_ids)
+
+    def forget(self, save_ids: frozenset[SaveId]) -> None:
+        self.saves -= save_ids
+
+
+def test_hosts_with_other_slots_list_the_same_steps() -> None:
+    """Two processes would list other steps after one host was away for a run: a loop over them would hang."""
+    ssd = ckptkit.Tier.ssd("/ssd", keep=ckptkit.KeepNewest(2))
+    first, second, third, fourth = (SaveId(1, number, number) for number in range(1, 5))
+    listed, kept = [], []
+    for arena in (Slots(second, third), Slots(first, second)):  # the other one missed `third`
+        ledger = Ledger(Ancestry())
+        for save in (first, second, third):
+            ledger.commit(save, "ssd")
+        slots: Any = arena
+        retention = Retention([ssd], {"ssd": slots}, ledger, 1)
+        retention.opened()
+        assert arena.protected == frozenset(arena.saves), "the newest two that it has"
+        ledger.commit(fourth, "ssd")
+        arena.saves.add(fourth)
+        assert retention.committed(fourth, "ssd") == []
+        listed.append(ledger.steps())
+        kept.append(arena.held())
+    assert listed == [[3, 4], [3, 4]]
+    assert kept == [[third, fourth], [second, fourth]]
