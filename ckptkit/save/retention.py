@@ -23,8 +23,8 @@ class Retention:
     released, and a save that is still being written, or whose verdict is unknown, is not touched. The same holds for
     the newest one with copies on other hosts, here and in the arenas with others' copies, which have no tier's name.
 
-    What leaves the ledger is decided from the ledger alone, so that all processes list the same steps. A process whose
-    host lacks some of these saves, as it was away, keeps older ones in their place.
+    The ledger alone decides which saves leave it, so that all processes list the same steps. A process whose host was
+    away, and lacks some of these saves, keeps older ones in their place.
     """
 
     def __init__(self, tiers: Sequence[Tier], arenas: Mapping[str, Arena], ledger: Ledger, in_flight_max: int):
