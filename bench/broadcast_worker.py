@@ -153,7 +153,7 @@ def contender(name: str, root: str, state: Any) -> tuple[Callable[[], Any], Call
         root,
         options=ocp.CheckpointManagerOptions(read_only=True),
         events=log,
-        restoring=ckptkit.RestoreOptions(broadcast=ckptkit.BroadcastOptions(mode=mode)),
+        processes=ckptkit.ProcessOptions(broadcast=ckptkit.BroadcastOptions(mode=mode)),
     )
 
     def said() -> dict[str, Any]:

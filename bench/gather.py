@@ -27,6 +27,7 @@ import jax
 
 from bench.environment import environment, store_result
 from ckptkit.durable.orbax.shardings import sharding_of_text
+from ckptkit.errors import CorruptCheckpointError, Reason
 from ckptkit.job import meeting
 from ckptkit.job.coordination import JaxCoordinator
 from ckptkit.model import manifest_checks
@@ -183,6 +184,9 @@ def _forget_parsed() -> None:
     sharding_of_text.cache_clear()
 
 
+_UNCOVERED = Reason.of(CorruptCheckpointError("nothing covers leaf state:params.h0.w"))
+
+
 def _report(process: int, share: int) -> list[list[Any]]:
     lost = 17  # a host that came back empty
     return [
@@ -191,7 +195,9 @@ def _report(process: int, share: int) -> list[list[Any]]:
             count=10**4,
             shares=((share, f"{share:016x}"),),
             tiers=("ram", "ssd"),
-            refusal=None if save == _SAVES[-1] else "CorruptCheckpointError: nothing covers leaf state:params.h0.w",
+            refusal=None
+            if save == _SAVES[-1]
+            else Reason.of(CorruptCheckpointError("nothing covers leaf state:params.h0.w")),
         ).to_json()
         for save in _SAVES
         if process != lost

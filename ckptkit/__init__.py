@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from ckptkit.model.policies import PeerOptions as PeerOptions
     from ckptkit.model.policies import ProcessOptions as ProcessOptions
     from ckptkit.model.policies import ReplicaPolicy as ReplicaPolicy
-    from ckptkit.model.policies import RestoreOptions as RestoreOptions
     from ckptkit.model.policies import SaveOptions as SaveOptions
     from ckptkit.model.tiers import EverySeconds as EverySeconds
     from ckptkit.model.tiers import EverySteps as EverySteps
@@ -87,7 +86,6 @@ if TYPE_CHECKING:
     from ckptkit.model.tiers import KeepNewest as KeepNewest
     from ckptkit.model.tiers import KeepUnflushed as KeepUnflushed
     from ckptkit.model.tiers import Tier as Tier
-    from ckptkit.model.verify_mode import Sample as Sample
     from ckptkit.patch import patch_orbax as patch_orbax
     from ckptkit.schedule.goodput_policy import GoodputOptimal as GoodputOptimal
     from ckptkit.schedule.goodput_policy import IntervalBounds as IntervalBounds

@@ -19,7 +19,7 @@ from ckptkit import (
     Guard,
     GuardPolicy,
     LastSave,
-    RestoreOptions,
+    ProcessOptions,
     Tier,
 )
 from trainer.config import CheckpointConfig, GuardConfig, InputError
@@ -74,7 +74,7 @@ def make_manager(config: CheckpointConfig, events: EventLog, guard: Guard | None
         tiers=tiers,
         host_id=config.host_id,
         events=events,
-        restoring=RestoreOptions(broadcast=BroadcastOptions(mode=config.broadcast)),
+        processes=ProcessOptions(broadcast=BroadcastOptions(mode=config.broadcast)),
     )
 
 

@@ -17,7 +17,6 @@ from ckptkit.job.vote import act_together
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.execute import LocalRead, Verified
 from ckptkit.restore.local_tiers import Holdings
 from ckptkit.restore.plan import Source
@@ -102,7 +101,7 @@ class Loader:
         reading = LocalRead(None, EventLog())
 
         def read() -> Verified | None:
-            return None if prepared is None else reading.read(prepared, VerifySelection())
+            return None if prepared is None else reading.read(prepared)
 
         prepared = _together(coordinator, "plan", plan, url)
         verified = _together(coordinator, "read", read, url)

@@ -44,7 +44,7 @@ from ckptkit.durable.signed_files import signed_files
 from ckptkit.errors import CorruptCheckpointError, UntrustedStepError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
-from ckptkit.model.cells import Proves, copy_proven, prove_all
+from ckptkit.model.cells import copy_proven
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.handler_files import is_file, with_file_leaves
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, ManifestDepth, SaveId
@@ -79,7 +79,6 @@ class DurableReader:
         *,
         step: int | None,
         item: str | None = None,
-        proves: Proves = prove_all,
         profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
         trusted: TrustedKey | None = None,
         pace: Pace | None = None,
@@ -89,7 +88,6 @@ class DurableReader:
 
         `trusted`: `manifests` are those that the owner of this key has signed, and every cell is compared with them.
         """
-        self._proves = proves if trusted is None else prove_all
         self._trusted = trusted
         self._url = step_url.rstrip("/")
         self._step = step
@@ -351,7 +349,7 @@ class DurableReader:
             return self.read_cell(item, leaf, cell) if stored is None else stored
 
         where = f"step {self._step} in {self._url}, item {item}"
-        copy_proven(leaf, record, wanted, into, fetch, where=where, proves=self._proves)
+        copy_proven(leaf, record, wanted, into, fetch, where=where)
 
     def read_cell(self, item: str, leaf: LeafRecord, cell: Box) -> np.ndarray:
         """The elements of one cell as stored, not verified yet: to compare with a digest.

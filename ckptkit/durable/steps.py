@@ -46,7 +46,6 @@ from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.write_step import StepWriter, is_writable
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.job.coordination import Coordinator, ScopedCoordinator
-from ckptkit.model.cells import Proves, prove_all
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store
@@ -159,11 +158,11 @@ class DurableSteps:
         """Whether our own writer writes what it can; the caller's options may leave every step to Orbax."""
         return not self._orbax_writes
 
-    def reader(self, step: int, proves: Proves = prove_all, trusted: TrustedKey | None = None) -> DurableReader:
+    def reader(self, step: int, trusted: TrustedKey | None = None) -> DurableReader:
         """A reader of one step, which proves the cells that `proves` chooses; with `trusted` all, as they were
         signed."""
         url, pace = self._step_url(step), self._read_pace
-        return DurableReader(url, step=step, proves=proves, profile=self.profile, trusted=trusted, pace=pace)
+        return DurableReader(url, step=step, profile=self.profile, trusted=trusted, pace=pace)
 
     def save_id(self, step: int) -> SaveId | None:
         """Which save a committed step is; None for one that stock Orbax wrote. Cost: a small read; of a step without a

@@ -131,7 +131,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
             client=link.client if link is not None else None,
             rank=job_hosts.rank if link is not None else (0, 1),
         )
-        restorer = Restorer(inventory, job, settings.restoring)
+        restorer = Restorer(inventory, job, settings.processes.broadcast)
         stock = take_stock(inventory, ledger.ancestry, coordinator)
         if coordinator.process == 0:
             warn_of_slots_alone(stock.held, durable.url, host_dirs, settings)

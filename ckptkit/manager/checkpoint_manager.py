@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -31,11 +31,11 @@ from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.run_account import RunAccount
 from ckptkit.manager.save import Request, Saver
 from ckptkit.manager.scrub import Scrubber
-from ckptkit.manager.settings import DeprecatedKeywords, Settings, check_types, option_records
+from ckptkit.manager.settings import Settings, check_types
 from ckptkit.manager.subclass import Overrides
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
-from ckptkit.model.policies import ProcessOptions, RestoreOptions, SaveOptions
+from ckptkit.model.policies import ProcessOptions, SaveOptions
 from ckptkit.model.tiers import Tier, checked_tiers
 from ckptkit.save.ledger import StepRecord
 from ckptkit.save.under_way import described, exit_drain
@@ -68,10 +68,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       events: where to record what happens (default: nowhere).
       durable: how the durable tier is written and read (`DurableProfile`, or `DurableProfile.load(file)`).
       saving: how a save keeps the state alive, waits for earlier ones, fails, and compares data replicas.
-      restoring: what a restore proves, and whether data replicas read for each other.
-      processes: how long the processes of a job wait for each other, and how they read each other's fast tiers.
-      progress: shows on a terminal or in a notebook how far a save, a restore or a wait of more than 5 s has come.
-      deprecated: fields of these three as keywords of their own (`DEPRECATED_KEYWORDS`), with a DeprecationWarning.
+      processes: how the processes of a job wait and read for each other, and whether they show their progress.
 
     Raises the errors of Orbax's constructor for the shared arguments. Raises `TierUnusableError` for a tier that cannot
     be written, `StoreError` for a durable root that cannot be read, `CoordinationError` if a process does not join,
@@ -93,16 +90,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         host_id: str | None = None,
         events: EventLog | None = None,
         durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
-        saving: SaveOptions | None = None,
-        restoring: RestoreOptions | None = None,
-        processes: ProcessOptions | None = None,
-        progress: bool = True,
-        **deprecated: Unpack[DeprecatedKeywords],
+        saving: SaveOptions = SaveOptions(),  # noqa: B008  frozen
+        processes: ProcessOptions = ProcessOptions(),  # noqa: B008  frozen
     ):
         tiers = tuple(tiers) if isinstance(tiers, Iterable) and not isinstance(tiers, str) else tiers
-        given = {"saving": saving, "restoring": restoring, "processes": processes}
-        check_types(tiers, options=options, events=events, durable=durable, **given)
-        saving, restoring, processes = option_records(saving, restoring, processes, deprecated)
+        check_types(tiers, options=options, events=events, durable=durable, saving=saving, processes=processes)
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
             tiers=checked_tiers(tuple(tiers)),
@@ -110,12 +102,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             host_id=host_id or socket.gethostname(),
             events=events or default_log(),
             saving=saving,
-            restoring=restoring,
             processes=processes,
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
-        self._account = RunAccount(self._settings.events, progress=progress)
+        self._account = RunAccount(self._settings.events, progress=processes.progress)
         refuse_part_of_job(self._options, jax.process_count())
         if not self._options.read_only:
             refuse_unjoined()

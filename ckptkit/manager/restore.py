@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -115,9 +114,9 @@ class Resumer:
 
     def _of_durable(self, durable: DurableSteps, trusted: TrustedKey | None) -> Restorer:
         """Restores from a durable root alone: no key signs what fast tiers hold."""
-        job, options = self._components.job, self._settings.restoring
+        job = self._components.job
         inventory = Inventory({}, durable, epoch_records(durable.url, job.events), job.events, trusted=trusted)
-        return Restorer(inventory, job, options if trusted is None else replace(options, verify="always"))
+        return Restorer(inventory, job, self._settings.processes.broadcast)
 
     def restore_certified(self, calls: CollectiveCalls, restore: Callable[[int], Any]) -> Any:
         """The result of `restore` for the newest step that a replay came to, as process 0 knows them; a damaged one is

@@ -44,15 +44,8 @@ def digested_cells(manifest: Manifest) -> Iterator[DigestedCell]:
                     yield DigestedCell(item, leaf, record, cell, start, stop, digest)
 
 
-Proves = Callable[[LeafRecord, Box], bool]  # whether a cell is to be compared with its digest
 # A cell, its byte range in its box, and the flat bytes that it goes to -> its elements, or those bytes, filled.
 FetchCell = Callable[[Box, int, int, np.ndarray], np.ndarray]
-
-
-def prove_all(leaf: LeafRecord, cell: Box) -> bool:
-    """Every cell is compared with its digest."""
-    del leaf, cell
-    return True
 
 
 def copy_proven(
@@ -63,10 +56,8 @@ def copy_proven(
     fetch: FetchCell,
     *,
     where: str,
-    proves: Proves = prove_all,
 ) -> None:
-    """Copies the part of `wanted` that `record.box` holds into `into` (of shape `wanted.shape`), proving each cell, or
-    those that `proves` chooses.
+    """Copies the part of `wanted` that `record.box` holds into `into` (of shape `wanted.shape`), proving each cell.
 
     The bytes whose digest is checked are the very bytes that are returned. Raises `CorruptCheckpointError` naming
     the leaf and the cell.
@@ -94,11 +85,7 @@ def copy_proven(
                 f"{data.nbytes}",
                 path=where,
             )
-        filled = source is data
-        if not proves(leaf, cell):
-            if not filled:
-                data[:] = source
-        elif (found := _arrived(source, data, digest)) != digest:
+        if (found := _arrived(source, data, digest)) != digest:
             raise CorruptCheckpointError(
                 f"{where}: leaf {leaf.name}, cell {cell.start} to {cell.stop} has digest {found}, expected {digest}",
                 path=where,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ckptkit.model.tiers import DURABLE, Tier, kept_beside
-from ckptkit.model.verify_mode import Verify, checked_verify
 
 BroadcastMode = Literal["auto", "always", "never"]
 _LEAST_BUDGET_BYTES = 1 << 20
@@ -262,34 +261,16 @@ class SaveOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreOptions:
-    """How a manager restores.
-
-    Args:
-      verify: which cells a restore compares with their digests: `always` all; `sample` or a `Sample` a seeded share; or
-        `never`. Unverified data is never called proven: see the `restored` event and `steps()`.
-      broadcast: whether, at a `restore`, data replicas read the durable tier for each other.
-
-    Raises ValueError for a `verify` that is not one of these.
-    """
-
-    verify: Verify = "always"
-    broadcast: BroadcastOptions = field(default_factory=BroadcastOptions)
-
-    def __post_init__(self) -> None:
-        checked_verify(self.verify)
-        _check_kind(self, "broadcast", BroadcastOptions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOptions:
     """How the processes of a job work together.
 
     Args:
       timeout_s: the longest wait for other processes, and for the previous durable save.
       peers: how the processes of a job of several read each other's fast tiers at a restore; None: they do not.
+      broadcast: whether, at a `restore`, data replicas read the durable tier for each other.
       close_timeout_s: how long a process that ends without `close` waits for the saves in flight. Saves
           that are not written by then are lost, and an error in the log names them.
+      progress: shows on a terminal or in a notebook how far a save, a restore or a wait of more than 5 s has come.
 
     Raises ValueError for seconds that are not above 0.
     """
@@ -297,6 +278,8 @@ class ProcessOptions:
     timeout_s: float = 600.0
     close_timeout_s: float = 60.0
     peers: PeerOptions | None = field(default_factory=PeerOptions)
+    broadcast: BroadcastOptions = field(default_factory=BroadcastOptions)
+    progress: bool = True
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0 or not self.close_timeout_s > 0:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError, StoreFullError
 from ckptkit.model.boxes import Box
-from ckptkit.model.cells import Proves, copy_proven, prove_all
+from ckptkit.model.cells import copy_proven
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.peers.share_index import RANGE_BYTES_MAX, save_name, slot_bytes_of
 from ckptkit.slots.reader import within
@@ -65,8 +65,8 @@ class PeerClient:
             raise CorruptCheckpointError(f"{where} is of save {manifest.save_id}, process {manifest.writer.process}")
         return within(manifest, slot_bytes_of(tag)), tag
 
-    def reader(self, process: int, save_id: SaveId, share: int, tag: str, proves: Proves = prove_all) -> Any:
-        """A `BoxReader` of that share's boxes, which proves the cells that `proves` chooses."""
+    def reader(self, process: int, save_id: SaveId, share: int, tag: str) -> Any:
+        """A `BoxReader` of that share's boxes, each cell proven."""
         path = _path(save_id, share, "bytes")
         where = f"{self._where(process)}{path}"
 
@@ -82,7 +82,7 @@ class PeerClient:
                     self.ask(process, "GET", path, asked, into=piece)
                 return target
 
-            copy_proven(leaf, record, wanted, into, fetch, where=where, proves=proves)
+            copy_proven(leaf, record, wanted, into, fetch, where=where)
 
         return read
 

@@ -15,7 +15,6 @@ from ckptkit.errors import CorruptCheckpointError, Reason
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.peers.client import PeerClient
 from ckptkit.restore.inventory import Held
 from ckptkit.restore.local_tiers import LocalSave, LocalTiers
@@ -70,32 +69,32 @@ class Inventory:
         return [self.report(save) for save in self.local.saves().values()]
 
     def candidates(
-        self, reports: Sequence[Sequence[Held]], step: int | None, looked_into: int | None, proves: VerifySelection
+        self, reports: Sequence[Sequence[Held]], step: int | None, looked_into: int | None
     ) -> list[Candidate]:
         """The saves in the order in which they are to be tried, on process 0, from what all processes report.
 
         `step`: those of that step alone. Of the durable tier the newest `looked_into`, or all; steps that were not seen
         before are read to find out. Where nothing else holds
-        anything, the newest step of a bucket is looked into on the way, by a reader that `proves` so.
+        anything, the newest step of a bucket is looked into on the way, by a reader that the restore uses then.
 
         Cost: a read of the epoch records, a listing, then a look into steps that are not known, then their names
         together. Raises `StoreError`.
         """
         fast = [{held.save_id: held.refusal for held in report} for report in reports]
-        look = partial(self._look, step, None if any(reports) else proves)
+        look = partial(self._look, step, ahead=not any(reports))
         ancestry, (steps, named) = all_of(self.durable.url, [self.epochs.read, look])
         durable = self._newest(ancestry, steps, named, looked_into)
         linked = self.client is not None
         return rank_candidates(fast, durable, ancestry.superseded, step, disowned=ancestry.disowned, linked=linked)
 
-    def durable_opener(self, step: int, proves: VerifySelection) -> Callable[[VerifySelection], DurableReader]:
-        """How a durable step is opened. A reader that `candidates` has made of it, to prove as `proves`, is used."""
+    def durable_opener(self, step: int) -> Callable[[], DurableReader]:
+        """How a durable step is opened. A reader that `candidates` has made of it is used."""
         looked_into, reader = self._ahead or (-1, None)
         self._ahead = None
         ahead = reader if step == looked_into else None
 
-        def open_durable(wanted: VerifySelection) -> DurableReader:
-            return ahead if ahead is not None and wanted == proves else self.durable.reader(step, wanted, self._trusted)
+        def open_durable() -> DurableReader:
+            return ahead if ahead is not None else self.durable.reader(step, self._trusted)
 
         return open_durable
 
@@ -103,7 +102,7 @@ class Inventory:
         """Which save a durable step is. A damaged step is of unknown age: the oldest there is."""
         return self._identified(step, self._names([step])[step], ancestry)
 
-    def _look(self, step: int | None, ahead: VerifySelection | None) -> tuple[list[int], dict[int, _Named]]:
+    def _look(self, step: int | None, *, ahead: bool) -> tuple[list[int], dict[int, _Named]]:
         """The durable steps, newest first, and the recorded identity of the first ones."""
         looked = self.durable.looked()
         steps = sorted(
@@ -111,8 +110,8 @@ class Inventory:
         )
         self._ahead = None
         others: list[Callable[[], Any]] = []
-        if steps and ahead is not None and properties_of(self.durable.url).round_trips:
-            self._ahead = steps[0], self.durable.reader(steps[0], ahead, self._trusted)
+        if steps and ahead and properties_of(self.durable.url).round_trips:
+            self._ahead = steps[0], self.durable.reader(steps[0], self._trusted)
             others = [partial(self._ahead[1].look_ahead, looked[steps[0]])]
         unseen = sum(each not in self.durable.seen for each in steps)
         return steps, self._names(steps[: max(_AT_ONCE, unseen)], others)

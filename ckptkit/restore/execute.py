@@ -17,7 +17,6 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import SaveId
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore import stock_restore
 from ckptkit.restore.assembly import Assembly
 from ckptkit.restore.place import DEVICE_BUFFER_BYTES, Placer, device_buffers_of
@@ -40,9 +39,6 @@ class Verified:
     prepared: Prepared | None = None
     leaves: Mapping[Key, Any] = field(default_factory=dict)
     read_bytes: Mapping[str, int] = field(default_factory=lambda: {"durable (orbax)": 0})
-    proves: VerifySelection = field(
-        default_factory=lambda: VerifySelection(mode="never")
-    )  # a step of stock Orbax has no digests
     stock: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -75,15 +71,15 @@ class LocalRead:
         self.damaged.clear()
         self._reported.clear()
 
-    def read(self, prepared: Prepared, proves: VerifySelection, shared: Shared | None = None) -> Verified:
+    def read(self, prepared: Prepared, shared: Shared | None = None) -> Verified:
         """All that `prepared` plans, less what `shared` has already."""
         if shared is not None and shared.failure is not None:
             raise shared.failure
         plan = prepared.plan if shared is None else _rest(prepared, shared)
         with old_afterwards() if plan.is_brief else nullcontext():
-            return self._read(prepared, plan, proves, shared)
+            return self._read(prepared, plan, shared)
 
-    def _read(self, prepared: Prepared, plan: RestorePlan, proves: VerifySelection, shared: Shared | None) -> Verified:
+    def _read(self, prepared: Prepared, plan: RestorePlan, shared: Shared | None) -> Verified:
         by_key = {target.key: target for target in prepared.targets}
         kept = prepared.kept
         placer = Placer()
@@ -116,7 +112,7 @@ class LocalRead:
             # A future for each cell: the collector would look through all of them, for nothing.
             with collection_paused():
                 expect([each for each in wanted if ((each[0], each[1].path), each[3]) not in announced])
-        rejected = self.rejected(plan.save_id, proves)
+        rejected = self.rejected(plan.save_id)
         self.meter.begin(sum([read.nbytes for read in plan.reads]))
         told = frozenset({durable} if expect is not None else ())
         counted = self.meter.add
@@ -130,7 +126,7 @@ class LocalRead:
                 tier: read_bytes.get(tier, 0) + shared.read_bytes.get(tier, 0)
                 for tier in (*shared.read_bytes, *read_bytes)
             }
-        return Verified(prepared=prepared, leaves=leaves, read_bytes=read_bytes, proves=proves)
+        return Verified(prepared=prepared, leaves=leaves, read_bytes=read_bytes)
 
     def by_orbax(self, step: int, wanted: RestoreRequest) -> Verified:
         """A step that stock Orbax wrote."""
@@ -174,8 +170,8 @@ class LocalRead:
         handler_for = self._durable.stock.handler
         return (handler_for(name, arg), arg) if arg is not None else registered(handler_for, name, kind)
 
-    def rejected(self, save_id: SaveId, proves: VerifySelection) -> OnRejected:
-        """Reports damaged sources in an event: one for each file or cell. Damage found by a sample raises at once."""
+    def rejected(self, save_id: SaveId) -> OnRejected:
+        """Reports damaged sources in an event: one for each file or cell."""
 
         def emit(tier: str, error: CheckpointError) -> None:
             owner, reason = error.tier or tier, str(error)
@@ -186,8 +182,6 @@ class LocalRead:
                     self.damaged.add(owner)
             if is_new:
                 self._events.emit(Kind.REJECTED, step=save_id.step, tier=owner, reason=reason)
-            if proves.is_sample and isinstance(error, CorruptCheckpointError):
-                raise error
 
         return emit
 

@@ -16,7 +16,6 @@ from ckptkit.events import EventLog, Kind
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.model.tiers import SSD
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.inventory import Held, box_set_hash, part_of
 from ckptkit.restore.plan import Source
 from ckptkit.restore.read import BoxReader
@@ -104,7 +103,7 @@ class LocalTiers:
         self._manifests.keep_only(pair for tiers in found.values() for pairs in tiers.values() for pair in pairs)
         return {save: LocalSave(save_id=save, held=tiers) for save, tiers in found.items()}
 
-    def holdings(self, save: LocalSave | None, proves: VerifySelection = VerifySelection()) -> Holdings:  # noqa: B008  frozen
+    def holdings(self, save: LocalSave | None) -> Holdings:
         """One source per slot directory, so that a reader knows the place of a record's bytes; tiers in their order.
 
         Of several shares in a tier, one more source joins them, because a box may lie in parts of several. The last
@@ -113,20 +112,18 @@ class LocalTiers:
         every: list[tuple[Source, BoxReader]] = []
         single: list[tuple[Source, BoxReader]] = []
         for tier, held in (save.held if save is not None else {}).items():
-            pairs = [pair for place, manifest in held if (pair := self._opened(tier, place, manifest, proves))]
-            every += _with_joined(pairs, tier, proves)
+            pairs = [pair for place, manifest in held if (pair := self._opened(tier, place, manifest))]
+            every += _with_joined(pairs, tier)
             single += pairs
         if len({source.tier for source, _ in single}) > 1 and _writers(single) > 1:
-            every.append(together(single, single[-1][0].tier, proves))
+            every.append(together(single, single[-1][0].tier))
         return Holdings(sources=tuple(source for source, _ in every), readers=tuple(reader for _, reader in every))
 
-    def _opened(
-        self, tier: str, directory: Path, manifest: Manifest, proves: VerifySelection
-    ) -> tuple[Source, BoxReader] | None:
+    def _opened(self, tier: str, directory: Path, manifest: Manifest) -> tuple[Source, BoxReader] | None:
         """The boxes of one slot; None, with an event, if the slot is missing."""
         step = manifest.save_id.step
         try:
-            slot = SlotReader(directory, manifest, proves, on_disk=tier == SSD)
+            slot = SlotReader(directory, manifest, on_disk=tier == SSD)
         except (OSError, ValueError) as error:  # the slot is missing or empty: try the next source
             self._report(step, tier, str(error))
             self._note_refusal(error, f"slot {directory / manifest.slot}: {error}")
@@ -135,7 +132,7 @@ class LocalTiers:
         if inside != manifest:
             reason = f"slot {directory / manifest.slot} has {slot.size_bytes} bytes, and boxes beyond its end"
             self._report(step, tier, reason)
-        return Source(tier=tier, manifests=(inside,)), _SlotBoxes(slot, directory, manifest, proves)
+        return Source(tier=tier, manifests=(inside,)), _SlotBoxes(slot, directory, manifest)
 
     def _report(self, step: int, tier: str, reason: str) -> None:
         if reason not in self._reported:
@@ -147,23 +144,19 @@ class LocalTiers:
             self.refused = self.refused or text
 
 
-def _with_joined(
-    pairs: list[tuple[Source, BoxReader]], tier: str, proves: VerifySelection
-) -> list[tuple[Source, BoxReader]]:
-    return [*pairs, together(pairs, tier, proves)] if _writers(pairs) > 1 else pairs
+def _with_joined(pairs: list[tuple[Source, BoxReader]], tier: str) -> list[tuple[Source, BoxReader]]:
+    return [*pairs, together(pairs, tier)] if _writers(pairs) > 1 else pairs
 
 
 def _writers(pairs: Sequence[tuple[Source, BoxReader]]) -> int:
     return len({source.manifests[0].writer for source, _ in pairs})
 
 
-def together(
-    pairs: Sequence[tuple[Source, BoxReader]], tier: str, proves: VerifySelection, *, remote: bool = False
-) -> tuple[Source, BoxReader]:
+def together(pairs: Sequence[tuple[Source, BoxReader]], tier: str, *, remote: bool = False) -> tuple[Source, BoxReader]:
     """Several sources as one, that covers what they cover together; what it reads counts as read from `tier`.
 
-    If several hold a box, the first one that verifies is returned; damage in a sample raises at once. If none verifies
-    and one did not answer, that one is the error: its copy may be intact.
+    If several hold a box, the first one that verifies is returned. If none verifies and one did not answer, that one is
+    the error: its copy may be intact.
     """
     by_box: dict[tuple[str, tuple[str, ...], Box], list[tuple[LeafRecord, BoxRecord, BoxReader, str, int]]] = {}
     for source, reader in pairs:
@@ -184,8 +177,6 @@ def together(
                 return reader(item, theirs, stored, wanted, into)
             except (CorruptCheckpointError, PeerUnreachableError) as error:
                 error.tier = error.tier or owner
-                if proves.is_sample and isinstance(error, CorruptCheckpointError):
-                    raise
                 failed = failed if isinstance(failed, PeerUnreachableError) else error
         assert failed is not None, "a box is of some source"
         raise failed
@@ -198,10 +189,9 @@ def together(
 class _SlotBoxes:
     """Reads the boxes of one slot; one that was superseded meanwhile is not called damaged."""
 
-    def __init__(self, slot: SlotReader, directory: Path, manifest: Manifest, proves: VerifySelection):
+    def __init__(self, slot: SlotReader, directory: Path, manifest: Manifest):
         self._slot = slot
         self._directory = directory
-        self._proves_all = proves.proves_all
         self._superseded = f"{directory}: save {manifest.save_id} was superseded while it was read"
 
     def __call__(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
@@ -213,11 +203,9 @@ class _SlotBoxes:
             if self._slot.gone():  # reused for a newer save in the meantime: not damage
                 raise CorruptCheckpointError(self._superseded, path=str(self._directory)) from error
             raise
-        if not self._proves_all and self._slot.gone():  # no digest would have shown it
-            raise CorruptCheckpointError(self._superseded, path=str(self._directory))
 
     def read_run(
         self, boxes: Sequence[tuple[LeafRecord, BoxRecord]], fresh: Callable[[int], np.ndarray]
     ) -> list[np.ndarray | None]:
-        """As `SlotReader.read_run`, where every box is to be proven."""
-        return self._slot.read_run(boxes, fresh) if self._proves_all else [None] * len(boxes)
+        """As `SlotReader.read_run`."""
+        return self._slot.read_run(boxes, fresh)

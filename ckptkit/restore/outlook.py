@@ -26,7 +26,6 @@ from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.model.paths import step_of_name
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.local_tiers import Holdings, LocalSave, LocalTiers
 from ckptkit.restore.plan import Candidate, Key, RestorePlan, plan_restore, rank_candidates
 from ckptkit.restore.sources import SourceSearch
@@ -152,11 +151,11 @@ def in_order_of_cost(tiers: Sequence[str]) -> list[str]:
 
 
 def _search(candidate: Candidate, local: LocalSave, durable: Mapping[SaveId, Place], events: EventLog) -> SourceSearch:
-    def open_durable(proves: VerifySelection) -> DurableReader:
-        return DurableReader(durable[local.save_id].url, step=local.save_id.step, proves=proves)
+    def open_durable() -> DurableReader:
+        return DurableReader(durable[local.save_id].url, step=local.save_id.step)
 
     own = LocalTiers({}, events).holdings(local)
-    return SourceSearch(candidate, own, None, open_durable, events, VerifySelection())
+    return SourceSearch(candidate, own, None, open_durable, events)
 
 
 def _step_of_manifest(damaged: CorruptCheckpointError) -> int | None:

@@ -17,7 +17,6 @@ from ckptkit.durable.orbax.text_leaf import TextLeaf, is_text_leaf, with_plain_t
 from ckptkit.durable.orbax.v1_args import TreeRestore
 from ckptkit.errors import ItemNotFoundError, TreeMismatchError
 from ckptkit.model.manifest import STRUCTURE, LeafRecord, Manifest, merged_leaves
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.tree import abstract_keys, abstract_of, is_plain_match, key_shape, sharding_of_keys
 from ckptkit.snapshot.describe import LeafPath, kind_of_number, leaves_by_path, names_of
 from ckptkit.snapshot.empty_nodes import Empty, empties_of
@@ -38,7 +37,6 @@ class RestoreRequest:
     default_item: bool | None  # None: as the step was saved
     named: bool = False  # the manager's items have names since an earlier call: one of them may be called `default`
     choose: Choose | None = None
-    proves: VerifySelection = field(default_factory=VerifySelection)
 
     def check_mode(self, held: set[str]) -> None:
         """Raises ValueError, as Orbax does, where named items are asked of a step of an unnamed one, or the reverse."""

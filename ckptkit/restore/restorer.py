@@ -26,9 +26,8 @@ from ckptkit.events import Kind
 from ckptkit.job.coordination import Job, ScopedCoordinator
 from ckptkit.job.vote import act_together
 from ckptkit.model.manifest import SaveId, itemsize_of
-from ckptkit.model.policies import RestoreOptions
+from ckptkit.model.policies import BroadcastOptions
 from ckptkit.model.tiers import DURABLE
-from ckptkit.model.verify_mode import Verify, VerifySelection, begin
 from ckptkit.restore import host_values
 from ckptkit.restore.broadcast.coordinator import Broadcaster
 from ckptkit.restore.broadcast.cost_model import BroadcastChoice
@@ -98,9 +97,8 @@ class Restorer:
         self,
         inventory: Inventory,
         job: Job,
-        options: RestoreOptions = RestoreOptions(),  # noqa: B008  frozen
+        broadcast: BroadcastOptions = BroadcastOptions(),  # noqa: B008  frozen
     ):
-        self._verify: Verify = options.verify
         self._inventory = inventory
         self._url = inventory.durable.url
         self._coordinator = coordinator = ScopedCoordinator(job.coordinator)
@@ -113,7 +111,7 @@ class Restorer:
         self._begun_s = 0.0
         self._events = job.events
         self._reading = LocalRead(inventory.durable, job.events)
-        self._broadcaster = Broadcaster(options.broadcast, self._reading, replace(job, coordinator=coordinator))
+        self._broadcaster = Broadcaster(broadcast, self._reading, replace(job, coordinator=coordinator))
 
     def restore(
         self, step: int | None, wanted: RestoreRequest, about: str, *, caller: CallerThread | None = None
@@ -130,7 +128,6 @@ class Restorer:
         self._coordinator.begin(about)
         self._reading.begin()
         self._waits_for = "what the tiers of all processes hold"
-        wanted = replace(wanted, proves=begin(self._verify))
         found = self._inventory.local.saves()
         local = {save: held for save, held in found.items() if step is None or save.step == step}
         prepared: dict[SaveId, Prepared] = {}
@@ -203,7 +200,7 @@ class Restorer:
                     "remove it"
                 )
             self._reports = [[Held.from_json(entry) for entry in each["held"]] for each in reports]
-            ranked = self._inventory.candidates(self._reports, step, looked_into, wanted.proves)
+            ranked = self._inventory.candidates(self._reports, step, looked_into)
             damaged = any(each["damaged"] for each in reports)
             if not damaged:  # a damaged manifest may be that of a share that lacks
                 ranked = [replace(each, uncommitted=self._uncommitted(each)) for each in ranked]
@@ -247,7 +244,7 @@ class Restorer:
     def _prepare_fast(self, save: LocalSave, wanted: RestoreRequest) -> Prepared | Reason | None:
         """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
         try:
-            holdings = self._inventory.local.holdings(save, wanted.proves)
+            holdings = self._inventory.local.holdings(save)
             if not holdings.manifests:
                 return Reason(f"the slots of save {save.save_id} are gone")
             asked = self._preparer.asked(holdings.manifests, wanted)
@@ -276,22 +273,23 @@ class Restorer:
         self._reading.damaged.clear()
         self._told = Told()
         self._waits_for = f"a plan of all processes for step {save_id.step}"
-        own = prepared.holdings if prepared is not None else self._inventory.local.holdings(local, wanted.proves)
+        own = prepared.holdings if prepared is not None else self._inventory.local.holdings(local)
         search = self._search(candidate, own, wanted)
         rejection, planned = self._together("plan", lambda: self._plan(search, prepared, wanted))
         if rejection is not None:
             is_covered = "no item" in rejection.causes
             return rejection if is_covered else candidate.uncommitted or rejection
-        self._told = host_values.agreed(self._coordinator, planned, self._reading.rejected(save_id, wanted.proves))
+        self._told = host_values.agreed(self._coordinator, planned, self._reading.rejected(save_id))
         planned = planned and self._told.put_into(planned)
         self._waits_for = f"the bytes of step {save_id.step}"
-        shared, choice = self._broadcaster.share(planned, wanted.proves, caller)
-        rejection, proven = self._together("restore", lambda: self._read(local, search, planned, wanted, shared))
+        shared, choice = self._broadcaster.share(planned, caller)
+        rejection, proven = self._together("restore", lambda: self._read(search, planned, wanted, shared))
         if rejection is not None:
             return rejection
         assert proven is not None
         self._waits_for = f"the items of step {save_id.step}"
         items = self._reading.assemble(proven, save_id)
+        is_proven = proven.prepared is not None and proven.prepared.is_proven
         duration_s = round(clock.monotonic_s() - self._begun_s, 6)
         self._events.emit(
             Kind.RESTORED,
@@ -300,7 +298,7 @@ class Restorer:
             tree_bytes=_array_bytes(items),
             save_id=str(save_id),
             duration_s=duration_s,
-            **proven.proves.words(),
+            proven=is_proven,
             **self._said(choice),
         )
         return Restored(
@@ -311,7 +309,7 @@ class Restorer:
             read_bytes=proven.read_bytes,
             duration_s=duration_s,
             damaged=frozenset(self._reading.damaged),
-            proven=proven.proves.proves_all and proven.prepared is not None and proven.prepared.is_proven,
+            proven=is_proven,
         )
 
     def _together(self, channel: str, act: Callable[[], _T]) -> tuple[Reason | None, _T | None]:
@@ -333,8 +331,8 @@ class Restorer:
                 holders=from_runs(runs),
                 alike=lambda manifests: self._preparer.alike(save_id, manifests, wanted),
             )
-        open_durable = self._inventory.durable_opener(save_id.step, wanted.proves)
-        return SourceSearch(candidate, own, peers, open_durable, self._events, wanted.proves)
+        open_durable = self._inventory.durable_opener(save_id.step)
+        return SourceSearch(candidate, own, peers, open_durable, self._events)
 
     def _plan(
         self, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest, why: Why = "uncovered"
@@ -355,35 +353,16 @@ class Restorer:
         return self._told.put_into(planned)
 
     def _read(
-        self,
-        local: LocalSave | None,
-        search: SourceSearch,
-        prepared: Prepared | None,
-        wanted: RestoreRequest,
-        shared: Shared | None,
+        self, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest, shared: Shared | None
     ) -> Verified:
-        """Reads, verifies and places this process's part; launches no collective, and exchanges nothing."""
-        try:
-            return self._read_reaching(search, prepared, wanted, shared)
-        except CorruptCheckpointError:
-            if not wanted.proves.is_sample:
-                raise
-        # Damage in one place may also be in others, which the sample skipped.
-        wanted = replace(wanted, proves=VerifySelection())
-        search = search.proving_all(self._inventory.local.holdings(local, wanted.proves))
-        return self._read_reaching(search, self._plan(search, None, wanted), wanted)
-
-    def _read_reaching(
-        self, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest, shared: Shared | None = None
-    ) -> Verified:
-        """Tries further sources if a planned one does not verify, or does not answer."""
+        """Reads, verifies and places this process's part; launches no collective, and exchanges nothing. Tries further
+        sources if a planned one does not verify, or does not answer."""
         while prepared is not None:
             try:
-                return self._reading.read(prepared, wanted.proves, shared)
+                return self._reading.read(prepared, shared)
+            except TreeMismatchError:
+                raise
             except (CorruptCheckpointError, PeerUnreachableError, ValueError) as error:
-                sampled = wanted.proves.is_sample and isinstance(error, CorruptCheckpointError)
-                if sampled or isinstance(error, TreeMismatchError):
-                    raise
                 shared = None
                 try:
                     prepared = self._plan(search, None, wanted, "damaged")

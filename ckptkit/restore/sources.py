@@ -12,7 +12,6 @@ from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, TreeMis
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.manifest import Manifest, described_items
 from ckptkit.model.tiers import DURABLE, PEER
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.peers.client import PeerClient
 from ckptkit.restore.inventory import ShareHolders, in_batches, in_order_of_use
 from ckptkit.restore.local_tiers import Holdings, together
@@ -55,7 +54,7 @@ class SourceSearch:
     """The sources of one candidate, more of them each time that those so far were not enough.
 
     `own` are this host's; `peers` None where other processes' tiers are not read. `open_durable` returns a reader of
-    the durable step, which proves what it is given.
+    the durable step.
     """
 
     def __init__(
@@ -63,16 +62,14 @@ class SourceSearch:
         candidate: Candidate,
         own: Holdings,
         peers: PeerShares | None,
-        open_durable: Callable[[VerifySelection], DurableReader],
+        open_durable: Callable[[], DurableReader],
         events: EventLog,
-        proves: VerifySelection,
     ):
         self.candidate = candidate
         self._own = own
         self._peers = peers
         self._open_durable = open_durable
         self._events = events
-        self._proves = proves
         # Not of `self`: a generator that keeps it makes a cycle, and slots stay open until the collector runs.
         self._widening = SourceSearch._widen(weakref.proxy(self))
         self._damaged = False  # from then on, sources of what is damaged come first
@@ -113,11 +110,7 @@ class SourceSearch:
     def require_all_items(self) -> None:
         """Raises `CorruptCheckpointError` where a durable step has lost an item that was saved."""
         if self.candidate.durable:
-            self._open_durable(self._proves).require_all_items()
-
-    def proving_all(self, own: Holdings) -> SourceSearch:
-        """The same from the start, with a proof of every cell; `own` are this host's sources, read so."""
-        return SourceSearch(self.candidate, own, self._peers, self._open_durable, self._events, VerifySelection())
+            self._open_durable().require_all_items()
 
     def _widen(self) -> Iterator[Holdings | Stock]:
         fast = self._own
@@ -170,19 +163,19 @@ class SourceSearch:
                     self._unreachable = error
                 self._events.emit(Kind.REJECTED, step=save_id.step, tier=PEER, reason=str(error))
                 continue
-            reader = client.reader(holder, save_id, share, tag, self._proves)
+            reader = client.reader(holder, save_id, share, tag)
             found.append((Source(tier=PEER, manifests=(manifest,), remote=True), reader))
         return None if manifest is None else (manifest, found)
 
     def _joined(self, peers: Sequence[tuple[Source, Any]]) -> Holdings:
         """This host's sources, then peers and this host together: a box may lie in parts of several."""
         own = list(zip(self._own.sources, self._own.readers, strict=True))
-        both = together([*peers, *own], PEER, self._proves, remote=True)
+        both = together([*peers, *own], PEER, remote=True)
         return Holdings(sources=(*self._own.sources, both[0]), readers=(*self._own.readers, both[1]))
 
     def _with_durable(self, fast: Holdings) -> Holdings | Stock:
         save_id = self.candidate.save_id
-        reader = self._open_durable(self._proves)
+        reader = self._open_durable()
         durable = tuple(reader.manifests(to_read=True))
         if save_id.ours and {manifest.save_id for manifest in durable} - {save_id}:
             raise CorruptCheckpointError(f"{reader.url} is no longer save {save_id}", step=save_id.step)

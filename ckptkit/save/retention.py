@@ -98,9 +98,7 @@ class Retention:
                     self._give_up(name, problems)
             for peer_arena in self._peer_arenas:
                 peer_arena.protect(save_id)
-            self._ledger.keep_only(
-                PEER, [save_id, *(held for peer_arena in self._peer_arenas for held in peer_arena.held())]
-            )
+            self._ledger.keep_only(PEER, [save_id])
         return problems
 
     def _give_up(self, name: str, problems: list[tuple[str, Exception]]) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
-from ckptkit.model.cells import Proves, copy_proven, prove_all
+from ckptkit.model.cells import copy_proven
 from ckptkit.model.digests import COPY_PIECE_BYTES, digest_of
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.slots.latest_pointer import lost_newest
@@ -168,9 +168,8 @@ class SlotReader:
     superseded, not corrupt.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, proves: Proves = prove_all, *, on_disk: bool = False):
+    def __init__(self, directory: Path, manifest: Manifest, *, on_disk: bool = False):
         """`on_disk`: read as a file, past the page cache; otherwise it is mapped."""
-        self._proves = proves
         self._manifest_path = directory / manifest_name_of(manifest.save_id)
         self._path = directory / manifest.slot
         self._reads = FileReads(self._path) if on_disk else None
@@ -198,7 +197,7 @@ class SlotReader:
                 ) from error
             return target
 
-        copy_proven(leaf, record, wanted, into, fetch, where=str(self._path), proves=self._proves)
+        copy_proven(leaf, record, wanted, into, fetch, where=str(self._path))
 
     def read_run(
         self, boxes: Sequence[tuple[LeafRecord, BoxRecord]], fresh: Callable[[int], np.ndarray]

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from orbax.checkpoint.experimental import v1 as orbax_v1
 
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.policies import BroadcastOptions, ProcessOptions, RestoreOptions
+from ckptkit.model.policies import BroadcastOptions, ProcessOptions
 
 Rule = Literal["save", "restore", "shared", "made", "profile", "call", "refused", "unused"]
 
@@ -19,7 +19,7 @@ _READ = "memory.read_concurrent_bytes"
 # How each field is obeyed where it is not Orbax's default:
 #   save      Orbax's own handler writes the tree to the durable tier, without digests; fast tiers hold the tree.
 #   restore   Orbax's own handler restores the tree from the durable tier.
-#   shared    data replicas share the reading (`RestoreOptions.broadcast`); Orbax's handler obeys it for its own steps.
+#   shared    data replicas share the reading (`ProcessOptions.broadcast`); Orbax's handler obeys it for its own steps.
 #   made      an option of the manager: a context that is active in a save has to agree with the one of the constructor.
 #   profile   our own writer and reader obey what the constructor got; another value in a save counts as `save`.
 #   call      obeyed by each call.
@@ -172,12 +172,12 @@ def manager_options(context: orbax_v1.Context, given: Mapping[str, Any]) -> dict
     """
     options = dict(given)
     loading, timeout_s = context.array.loading, context.asynchronous.timeout_secs
+    if timeout_s != orbax_v1.Context().asynchronous.timeout_secs:
+        options.setdefault("processes", ProcessOptions(timeout_s=timeout_s))
     if loading.use_load_and_broadcast:
         limit = loading.load_and_broadcast_options.broadcast_memory_limit_bytes
         shared = BroadcastOptions(mode="always", **({} if limit is None else {"device_bytes": limit}))
-        options["restoring"] = dataclasses.replace(options.get("restoring", RestoreOptions()), broadcast=shared)
-    if timeout_s != orbax_v1.Context().asynchronous.timeout_secs:
-        options.setdefault("processes", ProcessOptions(timeout_s=timeout_s))
+        options["processes"] = dataclasses.replace(options.get("processes", ProcessOptions()), broadcast=shared)
     return options
 
 

@@ -108,9 +108,8 @@ class _Run:
             tiers=[tier(name) for name in order["tiers"]],
             host_id=f"host-{order['host']}",
             events=log,
-            processes=ckptkit.ProcessOptions(timeout_s=TIMEOUT_S),
+            processes=ckptkit.ProcessOptions(timeout_s=TIMEOUT_S, progress=False),
             saving=ckptkit.SaveOptions(on_failure=ckptkit.FailurePolicy(retries=0)),
-            progress=False,
         )
 
     def _heard(self, event: Any) -> None:

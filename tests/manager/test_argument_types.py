@@ -40,7 +40,7 @@ def test_wrong_argument_type_names_the_right_one(tmp_path: Path, given: dict[str
     [
         (ckptkit.SaveOptions, "on_failure", "FailurePolicy"),
         (ckptkit.SaveOptions, "replicas", "ReplicaPolicy"),
-        (ckptkit.RestoreOptions, "broadcast", "BroadcastOptions"),
+        (ckptkit.ProcessOptions, "broadcast", "BroadcastOptions"),
         (ckptkit.ProcessOptions, "peers", "PeerOptions"),
     ],
 )

@@ -80,9 +80,10 @@ class Job:
             options=ocp.CheckpointManagerOptions(max_to_keep=5),
             host_id=f"host-{self._process}",
             events=log,
-            processes=ckptkit.ProcessOptions(timeout_s=60, peers=ckptkit.PeerOptions() if peers else None),
-            restoring=ckptkit.RestoreOptions(
-                broadcast=ckptkit.BroadcastOptions(mode=mode, device_bytes=SMALLEST, host_bytes=SMALLEST)
+            processes=ckptkit.ProcessOptions(
+                timeout_s=60,
+                peers=ckptkit.PeerOptions() if peers else None,
+                broadcast=ckptkit.BroadcastOptions(mode=mode, device_bytes=SMALLEST, host_bytes=SMALLEST),
             ),
             **options,
         )

@@ -17,7 +17,6 @@ import click
 
 from ckptkit.cli.command import commands
 from ckptkit.cli.exits import Exit
-from ckptkit.manager.settings import DEPRECATED_KEYWORDS
 
 PACKAGES = (
     "ckptkit",
@@ -52,16 +51,12 @@ def exported(package: str) -> list[str]:
 
 
 def parameters(value: Any) -> list[str]:
-    """The arguments of a function or class, in order; none where they cannot be told. Deprecated keywords are
-    arguments too."""
-    from ckptkit import CheckpointManager
-
+    """The arguments of a function or class, in order; none where they cannot be told."""
     try:
         found = list(inspect.signature(value).parameters)
     except (TypeError, ValueError):
         return []
-    found += DEPRECATED_KEYWORDS if value is CheckpointManager else ()
-    return [name for name in found if name not in ("args", "kwargs", "deprecated")]
+    return [name for name in found if name not in ("args", "kwargs")]
 
 
 def options(command: click.Command) -> list[str]:

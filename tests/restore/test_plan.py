@@ -20,7 +20,6 @@ from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.cells import copy_proven
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.execute import LocalRead
 from ckptkit.restore.local_tiers import LocalSave, LocalTiers, together
 from ckptkit.restore.plan import Candidate, RestorePlan, Source, plan_restore, rank_candidates
@@ -216,7 +215,6 @@ def test_shares_of_several_processes_tile_every_wanted_box(data: st.DataObject) 
     joined, read = together(
         [(Source(tier="peer", manifests=(share,)), reader(p)) for p, share in enumerate(shares)],
         "peer",
-        VerifySelection(),
     )
     wanted = data.draw(grids(shape))
     plan = plan_restore(SAVE, {KEY: wanted}, [joined])
@@ -260,10 +258,8 @@ def test_damage_found_by_a_sample_is_not_masked() -> None:
     ]
     into = np.zeros(8, np.int32)
     leaf = manifest([whole]).arrays["state"][0]
-    together(pairs, "peer", VerifySelection())[1]("state", leaf, leaf.boxes[0], whole, into)
+    together(pairs, "peer")[1]("state", leaf, leaf.boxes[0], whole, into)
     assert into.tolist() == [7] * 8
-    with pytest.raises(CorruptCheckpointError, match="flipped"):
-        together(pairs, "peer", VerifySelection(mode="sample", share=0.5))[1]("state", leaf, leaf.boxes[0], whole, into)
 
 
 def coverage(source: Source, shape: tuple[int, ...]) -> np.ndarray:
@@ -371,12 +367,12 @@ def test_damage_is_reported_once_and_for_the_tier_that_has_it() -> None:
         raise CorruptCheckpointError("slot-0.bin: cell 0 has digest 1, not 2")
 
     ssd = Source(tier="ssd", manifests=(manifest(rows((0, 8))),))
-    _, read = together([(ssd, damaged)], "peer", VerifySelection(), remote=True)
+    _, read = together([(ssd, damaged)], "peer", remote=True)
     leaf = ssd.manifests[0].arrays["state"][0]
     reading = LocalRead(None, log)
     for restore in (1, 2):
         reading.begin()
-        report = reading.rejected(SAVE, VerifySelection())
+        report = reading.rejected(SAVE)
         for _ in range(3):
             with pytest.raises(CorruptCheckpointError) as caught:
                 read("state", leaf, leaf.boxes[0], leaf.boxes[0].box, np.empty(8, np.int32))

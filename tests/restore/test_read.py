@@ -16,7 +16,6 @@ from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.cells import copy_proven
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore import read as box_reading
 from ckptkit.restore.local_tiers import together
 from ckptkit.restore.plan import Key, RestorePlan, Source, plan_restore
@@ -186,7 +185,7 @@ def test_unreachable_source_is_not_treated_as_damage(order: tuple[int, int], joi
     readers = [reader(leaves, away), reader(bad, lambda *_: None)]
     sources = [(Source(tier="peer", manifests=(manifest,)), readers[number]) for number in order]
     if joined:
-        sources = [together(sources, "peer", VerifySelection())]
+        sources = [together(sources, "peer")]
     plan = plan_restore(SAVE, {("state", ("0",)): [Box.whole((64,))]}, [source for source, _ in sources])
     with pytest.raises(PeerUnreachableError, match="process 3 did not answer"):
         box_reading.execute(plan, [each for _, each in sources], lambda *_: None, lambda *_: None)

@@ -10,7 +10,6 @@ import pytest
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.events import EventLog
 from ckptkit.model.manifest import Manifest, SaveId, Writer
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.local_tiers import Holdings
 from ckptkit.restore.plan import Candidate, Source
 from ckptkit.restore.sources import PeerShares, SourceSearch, Stock, Unreachable
@@ -73,9 +72,9 @@ def search(held: Holdings, peers: Peers | None = None, step: Step | None = None)
         if peers is None
         else PeerShares(client=client, process=(0, 4), count=4, holders={p: (p,) for p in range(4)}, alike=lambda _: ())
     )
-    opened: Any = lambda _: step  # noqa: E731
+    opened: Any = lambda: step  # noqa: E731
     candidate = Candidate(save_id=SAVE, durable=step is not None, fast=True)
-    return SourceSearch(candidate, held, shares, opened, EventLog(), VerifySelection())
+    return SourceSearch(candidate, held, shares, opened, EventLog())
 
 
 def tiers(found: Any) -> list[str]:

@@ -166,7 +166,7 @@ def test_adoption_keeps_every_step_of_the_run(
     found: list[tuple[int, int]], rollbacks: list[tuple[int, int]], step: int, adopted: Any, base: int
 ) -> None:
     """A step of the run, or the copy, would be superseded by what nobody has rolled back."""
-    ancestry = Ancestry(epoch=4, rollbacks=tuple(Rollback(*pair) for pair in rollbacks))
+    ancestry = Ancestry(epoch=4, rollbacks=tuple(Rollback(*pair) for pair in sorted(rollbacks)))
     saves = [SaveId(epoch, number, 0) for epoch, number in found]
     try:
         adoption = plan_adoption("root", ancestry, saves, [], step, adopted)

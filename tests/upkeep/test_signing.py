@@ -348,17 +348,6 @@ def test_cells_with_the_same_fast_digest_are_told_apart(run: Path, keys: Keys, m
             manager.restore(2, trusted=keys.public)
 
 
-def test_sampled_restore_still_compares_every_cell(signed_run: Path, keys: Keys, tmp_path: Path) -> None:
-    """With `verify="never"` a trusted restore would trust everything."""
-    run = Path(shutil.copytree(signed_run, tmp_path / "run"))
-    flip(run / "2")
-    with (
-        ckptkit.CheckpointManager(run, restoring=ckptkit.RestoreOptions(verify="never")) as manager,
-        pytest.raises(CorruptCheckpointError, match="expected sha256:"),
-    ):
-        manager.restore(2, trusted=keys.public)
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [

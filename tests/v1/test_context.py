@@ -172,6 +172,6 @@ def test_load_and_broadcast_has_replicas_share(tmp_path: Path) -> None:
     """Every replica would read the whole checkpoint."""
     context = context_with(array__loading__use_load_and_broadcast=True)
     with OURS(tmp_path, context=context) as checkpointer:
-        assert checkpointer.manager._settings.restoring.broadcast.mode == "always"
+        assert checkpointer.manager._settings.processes.broadcast.mode == "always"
         checkpointer.save(1, STATE)
         assert_same(checkpointer.load(1, STATE), STATE)

@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as orbax
 from ckptkit import v1 as ours
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.paths import SIDECAR_DIR
-from ckptkit.model.policies import RestoreOptions
+from ckptkit.model.policies import ProcessOptions
 from ckptkit.v1.context import RULES, fields_of, manager_options, profile_of, restored_by_orbax
 from tests.v1.test_context import context_with
 
@@ -179,10 +179,10 @@ def test_replicas_share_what_they_read_where_the_context_asks() -> None:
     """Every replica would read the whole checkpoint."""
     context = changed(loading + "use_load_and_broadcast")
     context.array.loading.load_and_broadcast_options.broadcast_memory_limit_bytes = 1 << 20
-    given = {"restoring": RestoreOptions(verify="never")}
-    restoring = manager_options(context, given)["restoring"]
-    assert (restoring.broadcast.mode, restoring.broadcast.device_bytes) == ("always", 1 << 20)
-    assert restoring.verify == "never", "the caller's own options are kept"
+    given = {"processes": ProcessOptions(close_timeout_s=7)}
+    processes = manager_options(context, given)["processes"]
+    assert (processes.broadcast.mode, processes.broadcast.device_bytes) == ("always", 1 << 20)
+    assert processes.close_timeout_s == 7, "the caller's own options are kept"
 
 
 @pytest.mark.parametrize("name", sorted(RULES))

@@ -20,7 +20,6 @@ from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
 from ckptkit.job.vote import REJECTING, act_together
 from ckptkit.model.policies import BroadcastOptions
-from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.assembly import Assembly
 from ckptkit.restore.broadcast.collective import AllGather, links_of
 from ckptkit.restore.broadcast.cost_model import BroadcastChoice, BroadcastRates, Remaining, choose
@@ -64,7 +63,7 @@ class Broadcaster:
         self._interconnect: float | None = None  # as the last restore measured it
 
     def share(
-        self, prepared: Prepared | None, proves: VerifySelection, caller: CallerThread | None = None
+        self, prepared: Prepared | None, caller: CallerThread | None = None
     ) -> tuple[Shared | None, BroadcastChoice]:
         """The parts of a planned save that the replicas have read for each other, and the reason for sharing or not.
 
@@ -86,7 +85,7 @@ class Broadcaster:
         state.caller = caller
         state.choice = BroadcastChoice(broadcast=True, why=verdict["why"])
         for groups, leaves in by_groups([leaf for leaf in offer.leaves if leaf.key in state.shared.assembly]).items():
-            self._share_group(groups, leaves, needs, state, prepared, proves)
+            self._share_group(groups, leaves, needs, state, prepared)
             if not state.choice.broadcast:
                 break
         return state.shared, state.choice
@@ -111,7 +110,6 @@ class Broadcaster:
         needs: Mapping[Key, Sequence[bool]],
         state: _State,
         prepared: Prepared,
-        proves: VerifySelection,
     ) -> None:
         """All rounds of one set of groups, or as many as are worth it and go well."""
         state.round_s = math.inf
@@ -134,7 +132,7 @@ class Broadcaster:
             rounds=-(-longest // payload),
             process=coordinator.process,
         )
-        rejected = self._reading.rejected(prepared.plan.save_id, proves)
+        rejected = self._reading.rejected(prepared.plan.save_id)
         ahead = self._options.ahead(width, len(group))
         reader = StreamReader(sending, prepared, rejected, state.shared.assembly, ahead)
         try:
