@@ -233,8 +233,12 @@ def _show_plan(
         start, why = "cold", "--cold"
     else:
         start, why = "warm", f"{found.kind} {found.target}"
-        if not warm.preload and not FirstImports(found.kind, found.target, path_of(found)).statements:
-            start, why = "cold", f"{found.target} begins with no import that a template could make for it"
+        if not warm.preload:
+            first = FirstImports(found.kind, found.target, path_of(found))
+            if not first.statements:
+                start, why = "cold", first.reason
+            elif first.reason:
+                why += f"; the template ends where {first.reason}"
     if as_json:
         plan: dict[str, Any] = {
             "processes": processes,
