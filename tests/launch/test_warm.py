@@ -488,10 +488,10 @@ def test_attempts_that_fail_at_the_same_step_wait_longer_each_time(tmp_path: Pat
     policy = RestartPolicy(restarts=3, backoff_s=0.01, grace_s=0.1)
     job = Job([PYTHON, script, "1", "7"], policy=policy)
     assert job.run() == ExitCode.BUDGET_SPENT
-    again = "it failed after step 7 again; restarting all 1 processes in"
+    again = "it failed after step 7 again; restarting the process in"
     assert [line for line in job.said if "restarting" in line] == [
-        "restarting all 1 processes in 0 s (2 restarts left)",
-        f"{again} 0.01 s (1 restarts left)",
+        "restarting the process in 0 s (2 restarts left)",
+        f"{again} 0.01 s (1 restart left)",
         f"{again} 0.02 s (0 restarts left)",
     ]
     further = Job([PYTHON, script, "1", "{attempt}"], policy=policy)

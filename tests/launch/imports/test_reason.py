@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from ckptkit.cli import main
 from ckptkit.launch.first_imports import FirstImports
 
 SETS = "import os\nos.environ['A'] = '1'\n"
@@ -103,3 +105,26 @@ def test_reason_of_a_template_that_ends_early_is_the_line_at_which_it_ends(tmp_p
     assert first.reason == f"{script} line 3 sets os.environ['A'] before it imports jax"
     script.write_text("import numpy\nfrom jax import jit\n")
     assert FirstImports("script", str(script)).reason == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "start"),
+    [
+        (f"{SETS}import jax\n", "cold (s.py line 2 sets os.environ['A'] before it imports jax)"),
+        (
+            f"import jax\n{SETS}import strange\n",
+            "warm (script s.py; the template ends where s.py line 3 sets os.environ['A'])",
+        ),
+        ("import jax\n", "warm (script s.py)"),
+    ],
+)  # fmt: skip
+def test_dry_run_shows_where_the_template_ends(
+    code: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A user would have to start the job to learn how its restarts will be."""
+    (tmp_path / "s.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--dry-run", "--", sys.executable, "s.py"]) == 0
+    first, second = capfd.readouterr().out.splitlines()
+    assert first == f"1 process on this host, attempt 0: {sys.executable} s.py"
+    assert second == f"start: {start}"
