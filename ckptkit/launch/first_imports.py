@@ -144,6 +144,8 @@ class FirstImports:
 
     def _walk_one(self, name: str, path: list[str] | None, *, is_main: bool) -> ModuleSpec:
         spec = PathFinder.find_spec(name, self._path if path is None else path)
+        if spec is None and name == "ckptkit":  # an editable install
+            spec = PathFinder.find_spec(name, [os.path.dirname(_OUR_FOLDER)])
         if spec is None:
             raise _End(f"imports {name}, which is not in a folder of sys.path")
         if name not in self._seen:
@@ -220,7 +222,7 @@ class FirstImports:
                 comma = "," if ", which" in act else ""
                 return f"{self._at()} {act}{comma} before {subject} imports {library}"
         if self.statements or not self._places:
-            return f"{self._at()} {act}".strip()
+            return f"{self._at() or 'the command'} {act}"
         last = self._places[-1]
         return f"{_shown(last.path)} imports no library before line {last.rest[0].lineno}, which {act}"
 

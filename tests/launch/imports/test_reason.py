@@ -128,3 +128,9 @@ def test_dry_run_shows_where_the_template_ends(
     first, second = capfd.readouterr().out.splitlines()
     assert first == f"1 process on this host, attempt 0: {sys.executable} s.py"
     assert second == f"start: {start}"
+
+
+def test_command_whose_module_is_missing_is_named_by_the_command(tmp_path: Path) -> None:
+    """The line would begin in the middle of a sentence."""
+    first = FirstImports("module", "nowhere.at", [str(tmp_path)])
+    assert first.reason == "the command imports nowhere, which is not in a folder of sys.path"
