@@ -161,7 +161,8 @@ class LocalHost:
         has_hope = (place.standby is not None and place.standby.was_ready) or bool(error.culprit and self._modules)
         self._drop(place)
         what = "all starts are cold" if isinstance(error, ColdProgramError) else "the template cannot be used"
-        self._say(f"{what}: {error}")
+        if not self._is_cold:  # once for all prefixes
+            self._say(f"{what}: {error}")
         place.losses += 1
         if error.culprit is not None:
             place.skipped.add(error.culprit)

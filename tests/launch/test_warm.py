@@ -138,6 +138,23 @@ def test_program_that_begins_with_another_statement_starts_cold_and_says_so(tmp_
     )
 
 
+def test_reason_of_a_cold_start_is_printed_once_for_all_prefixes(tmp_path: Path) -> None:
+    """A job with a prefix for each of its processes would repeat the line as often as it has processes."""
+    said: list[str] = []
+    job = Launcher(
+        Workers(
+            [PYTHON, write(tmp_path / "s.py", "print(1)\nimport numpy")],
+            processes=3,
+            prefixes=[["env", f"A={process}"] for process in range(3)],
+            warm=WarmStart(),
+        ),
+        policy=QUICK,
+        hooks=Hooks(on_output=lambda process, line: None, say=said.append),
+    )
+    assert job.run() == ExitCode.OK
+    assert said == [f"all starts are cold: {tmp_path}/s.py line 1 calls print(1) before it imports numpy"]
+
+
 def test_main_module_of_a_package_is_run_once_and_never_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
