@@ -147,10 +147,11 @@ test-s3: .venv-s3/.ready
 	$(call link,.venv-s3)
 	@touch $@
 
-# The formats of torch and of compressed-tensors, against the libraries that wrote them.
+# The formats of torch and of compressed-tensors, against the libraries that wrote them; programs of Keras and of Hydra.
 test-others: setup
 	$(call require,$(VENV),others)
-	$(BIN)/python -m pytest tests/formats tests/conversion -k 'torch or hugging_face_loads or same_logits'
+	$(BIN)/python -m pytest tests/formats tests/conversion tests/launch/test_programs.py \
+	  -k 'torch or hugging_face_loads or same_logits or killed_twice'
 
 # Programs that read, set and draw at their import: each prints the same with a template and without.
 imports-campaign: setup

@@ -17,6 +17,7 @@ from ckptkit.cli.options import DRY_RUN, JSON, Parsed, seconds
 from ckptkit.cli.outputs import OutputFile
 from ckptkit.cli.text import print_json, print_line
 from ckptkit.events import EventLog
+from ckptkit.inspection.words import count_text
 from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
 from ckptkit.launch.command import path_of, python_command
 from ckptkit.launch.first_imports import FirstImports
@@ -233,8 +234,12 @@ def _show_plan(
         start, why = "cold", "--cold"
     else:
         start, why = "warm", f"{found.kind} {found.target}"
-        if not warm.preload and not FirstImports(found.kind, found.target, path_of(found)).statements:
-            start, why = "cold", f"{found.target} begins with no import that a template could make for it"
+        if not warm.preload:
+            first = FirstImports(found.kind, found.target, path_of(found))
+            if not first.statements:
+                start, why = "cold", first.reason
+            elif first.reason:
+                why += f"; the template ends where {first.reason}"
     if as_json:
         plan: dict[str, Any] = {
             "processes": processes,
@@ -247,7 +252,9 @@ def _show_plan(
             plan |= {"nnodes": [hosts.min, hosts.max], "rank": hosts.rank, "rendezvous": list(hosts.rendezvous)}
         print_json({"format": FORMAT, **plan})
         return
-    print_line(f"{processes} processes on this host, attempt {first_attempt}: {' '.join(command)}")
+    print_line(
+        f"{count_text(processes, 'process', 'processes')} on this host, attempt {first_attempt}: {' '.join(command)}"
+    )
     if hosts is not None:
         where = f"{hosts.rendezvous[0]}:{hosts.rendezvous[1]}"
         print_line(f"host {hosts.rank} of a job of {hosts.min} to {hosts.max}; host 0 listens at {where}")

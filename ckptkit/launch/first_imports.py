@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 
 # Their import depends on the environment, the path and their files, and changes nothing that a fork would lose.
@@ -82,15 +83,26 @@ _BUILTIN_TYPES = frozenset(name for name in dir(builtins) if isinstance(getattr(
 _CALLED = frozenset(["__class_getitem__", "__getattr__", "__init_subclass__", "__prepare__", "__set_name__"])
 _CALLED_BY_ENUM = frozenset(["__init__", "__new__", "_generate_next_value_"])
 _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TEXT_CHARS_MAX = 60  # of a statement in a message of one line
 
 
 class _End(Exception):
-    """The next statement may change what a later import gives."""
+    """The next statement may change what a later import gives: the message is what it does."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """A file that is being walked: its statements from the current one on, and the module that this one imports."""
+
+    path: str
+    rest: list[ast.stmt]
+    imported: str = ""
 
 
 class FirstImports:
     """`statements`: the imports of libraries, in the order in which the program `target` makes them. `files`: the
-    source files of the program that were read for that.
+    source files of the program that were read for that. `reason`: the line and the statement after which no import is
+    taken, in words for a person; empty if the whole program was followed.
 
     All that a cold start runs before the last of them are imports of the standard library and statements that change
     nothing outside of their module. So the libraries are the same if they are imported alone. `path` is `sys.path` as
@@ -101,15 +113,21 @@ class FirstImports:
         self._path = list(sys.path if path is None else path)
         self.statements: list[str] = []
         self.files: list[str] = []
+        self.reason = ""
         self._seen: set[str] = set()
+        self._places: list[_Place] = []  # the file of the program, and those that it is importing
         try:
             if kind == "script":
                 with open(target, "rb") as file:
                     self._walk(file.read(), target, None, "")
             else:
                 self._walk_module(target, is_main=True)
-        except (_End, SyntaxError, ValueError, OSError, ImportError, RecursionError):
-            return  # what a worker raises there it raises by itself
+        except _End as end:
+            self.reason = self._reason(str(end))
+        except (SyntaxError, ValueError, OSError, ImportError, RecursionError) as error:  # the worker raises it too
+            self.reason = f"{self._at() or target} cannot be followed ({type(error).__name__}: {error})"
+        if not self.statements and not self.reason:
+            self.reason = f"{target} imports no library that a template may hold"
 
     def _walk_module(self, name: str, *, is_main: bool = False) -> ModuleSpec:
         """Walks the packages that hold the module, and then the module, as an import runs them."""
@@ -126,17 +144,19 @@ class FirstImports:
 
     def _walk_one(self, name: str, path: list[str] | None, *, is_main: bool) -> ModuleSpec:
         spec = PathFinder.find_spec(name, self._path if path is None else path)
+        if spec is None and name == "ckptkit":  # an editable install
+            spec = PathFinder.find_spec(name, [os.path.dirname(_OUR_FOLDER)])
         if spec is None:
-            raise _End
+            raise _End(f"imports {name}, which is not in a folder of sys.path")
         if name not in self._seen:
             self._seen.add(name)
             if name.partition(".")[0] in LIBRARIES and spec.submodule_search_locations is not None:
                 self._import(name, ())  # a package that holds the program
             elif spec.loader is None or spec.origin is None:
                 if spec.submodule_search_locations is None:
-                    raise _End
+                    raise _End(f"imports {name}, which has no file")
             elif type(spec.loader) is not SourceFileLoader:  # of a zip file, or compiled
-                raise _End
+                raise _End(f"imports {name}, which is not a Python file: {spec.origin}")
             else:
                 package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
                 with open(spec.origin, "rb") as file:
@@ -146,7 +166,9 @@ class FirstImports:
     def _walk(self, source: bytes, path: str, name: str | None, package: str) -> None:
         self.files.append(os.path.abspath(path))
         bound: dict[str, str] = {}  # names of this module, and what they were imported as
-        for statement in ast.parse(source).body:
+        body = ast.parse(source, path).body
+        for index, statement in enumerate(body):
+            self._places.append(_Place(path, body[index:]))
             if isinstance(statement, ast.Import):
                 for each in statement.names:
                     self._import(each.name, ())
@@ -159,18 +181,21 @@ class FirstImports:
                 self._import(module, [each.name for each in statement.names])
                 bound.update((each.asname or each.name, f"{module}.{each.name}") for each in statement.names)
             elif not (_changes_nothing(statement, bound) or (name is not None and _asks_for_main(statement))):
-                raise _End
+                raise _End(_in_words(statement) + (f" after the import of {bound['*']}" if "*" in bound else ""))
+            self._places.pop()
 
     def _import(self, module: str, names: Iterable[str]) -> None:
         root = module.partition(".")[0]
+        if self._places:
+            self._places[-1].imported = root
         if root in LIBRARIES:
             if not _is_installed(root, self._path):
-                raise _End
+                raise _End(f"imports {root}, which is not installed as a package")
             words = f"from {module} import {', '.join(names)}" if names else f"import {module}"
             self.statements.append(words)
         elif root in sys.stdlib_module_names:
             if root != "__future__" and PathFinder.find_spec(root, self._path[:1]) is not None:
-                raise _End  # a file of the program has that name
+                raise _End(f"imports {root}, which is a file of the program")
         else:
             self._walk_job(module, names)
 
@@ -180,9 +205,72 @@ class FirstImports:
             places = spec.submodule_search_locations
             if places is None or PathFinder.find_spec(f"{module}.{name}", list(places)) is None:
                 continue
-            if spec.origin is not None and os.path.getsize(spec.origin):  # it may have an attribute of that name
-                raise _End
+            if spec.origin is not None and os.path.getsize(spec.origin):
+                raise _End(f"imports {name} of {module}, which may have an attribute of that name")
             self._walk_one(f"{module}.{name}", list(places), is_main=False)
+
+    def _reason(self, act: str) -> str:
+        """Names the line of the program's own code, not one of a package that it imports."""
+        depth = next((n for n, place in enumerate(self._places) if _is_of_a_package(place.path)), len(self._places))
+        if 0 < depth < len(self._places):
+            del self._places[depth:]
+            act = f"imports {self._places[-1].imported}, which is not a library that a template may hold"
+        for place in reversed(self._places):
+            if (later := _library_in(place)) is not None:
+                line, library = later
+                subject = "it" if place is self._places[-1] else f"{_shown(place.path)} line {line}"
+                comma = "," if ", which" in act else ""
+                return f"{self._at()} {act}{comma} before {subject} imports {library}"
+        if self.statements or not self._places:
+            return f"{self._at() or 'the command'} {act}"
+        last = self._places[-1]
+        return f"{_shown(last.path)} imports no library before line {last.rest[0].lineno}, which {act}"
+
+    def _at(self) -> str:
+        return f"{_shown(self._places[-1].path)} line {self._places[-1].rest[0].lineno}" if self._places else ""
+
+
+def _library_in(place: _Place) -> tuple[int, str] | None:
+    """The line of the next import of a library in a file, and its name."""
+    for statement in (inner for each in place.rest for inner in ast.walk(each)):
+        if isinstance(statement, ast.Import):
+            names = [each.name for each in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and not statement.level:
+            names = [statement.module or ""]
+        else:
+            continue
+        for root in (name.partition(".")[0] for name in names):
+            if root in LIBRARIES and root != place.imported:
+                return statement.lineno, root
+    return None
+
+
+def _in_words(statement: ast.stmt) -> str:
+    """The act of a statement, in one short line."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        decorators = "".join(f" with @{ast.unparse(each)}" for each in statement.decorator_list)
+        return _cut(f"defines {statement.name}{decorators}")
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        if not all(isinstance(each, ast.Name) for each in targets):
+            return _cut(f"sets {', '.join(map(ast.unparse, targets))}")
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return _cut(f"calls {ast.unparse(statement)}")
+    return f"has `{_cut(ast.unparse(statement))}`"
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _TEXT_CHARS_MAX else f"{text[: _TEXT_CHARS_MAX - 3]}..."
+
+
+def _shown(path: str) -> str:
+    """A path without the folder in which the job was started."""
+    return path.removeprefix(os.getcwd() + os.sep)
+
+
+def _is_of_a_package(path: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep))
 
 
 def _is_installed(root: str, path: Sequence[str]) -> bool:
@@ -193,7 +281,7 @@ def _is_installed(root: str, path: Sequence[str]) -> bool:
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
     if root == "ckptkit":
         return [os.path.dirname(place) for place in places] == [_OUR_FOLDER]
-    return all({"site-packages", "dist-packages"}.intersection(place.split(os.sep)) for place in places)
+    return all(map(_is_of_a_package, places))
 
 
 def _asks_for_main(statement: ast.stmt) -> bool:

@@ -15,7 +15,7 @@ from ckptkit.launch.child import Child, Running, child_env, spawn, spawn_command
 from ckptkit.launch.command import PythonCommand, python_command
 from ckptkit.launch.policy import Hooks, Workers
 from ckptkit.launch.specs import WorkerSpec, has_placeholders
-from ckptkit.launch.standby import Standby, StandbyError
+from ckptkit.launch.standby import ColdProgramError, Standby, StandbyError
 from ckptkit.util import heartbeat
 from ckptkit.util.clock import monotonic_s
 
@@ -160,7 +160,9 @@ class LocalHost:
         """
         has_hope = (place.standby is not None and place.standby.was_ready) or bool(error.culprit and self._modules)
         self._drop(place)
-        self._say(f"the template cannot be used: {error}")
+        what = "all starts are cold" if isinstance(error, ColdProgramError) else "the template cannot be used"
+        if not self._is_cold:  # once for all prefixes
+            self._say(f"{what}: {error}")
         place.losses += 1
         if error.culprit is not None:
             place.skipped.add(error.culprit)

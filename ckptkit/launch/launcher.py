@@ -169,7 +169,8 @@ class Launcher:
         again = ""
         if self._watch is not None and self._watch.fails_again:
             again = f"it failed after step {self._watch.reached} again; "
-        self._say(f"{again}restarting all {self._total} processes in {backoff_s:g} s ({left} restarts left)")
+        these = "the process" if self._total == 1 else f"all {self._total} processes"
+        self._say(f"{again}restarting {these} in {backoff_s:g} s ({left} restart{'' if left == 1 else 's'} left)")
         if backoff_s:
             self._wait([], backoff_s)
         self._events.emit(Kind.RELAUNCHED, attempt=attempt + 1)

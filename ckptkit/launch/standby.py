@@ -37,6 +37,10 @@ class StandbyError(Exception):
         self.culprit = culprit
 
 
+class ColdProgramError(StandbyError):
+    """A template would hold nothing: the message names the first statement that may change a later import."""
+
+
 @final
 class Standby:
     """A template process. It ends with `close`, and with the thread that made it.
@@ -120,6 +124,8 @@ class Standby:
             self._running = None
 
     def _note_ready(self, message: Mapping[str, Any]) -> None:
+        if "cold" in message:
+            raise ColdProgramError(message["cold"])
         if message.get("unsafe") is not None:
             raise StandbyError(str(message["unsafe"]), culprit=message.get("culprit"))
         self._awaited, self.was_ready = self._awaited - 1, True

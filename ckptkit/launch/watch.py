@@ -30,7 +30,9 @@ class Recovery:
     @property
     def text(self) -> str:
         """One line for a person."""
-        again = f"steps {self.step} to {self.reached} again" if self.repeated else "no step was lost"
+        again = "no step was lost"
+        if self.repeated:
+            again = f"steps {self.step} to {self.reached} again" if self.repeated > 1 else f"step {self.step} again"
         return f"attempt {self.attempt}: step {self.step} is done {time_text(self.seconds)} after the loss; {again}"
 
     @property

@@ -85,12 +85,11 @@ def run(order: dict) -> None:
 
 def _run_script(path: str) -> None:
     main_module = sys.modules["__main__"]
+    path = os.path.join(os.getcwd(), path)  # as Python itself does: frames are found after a change of the directory
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec")
     loader = importlib.machinery.SourceFileLoader("__main__", path)
-    main_module.__dict__.update(
-        __file__=os.path.abspath(path), __loader__=loader, __builtins__=__builtins__, __cached__=None
-    )
+    main_module.__dict__.update(__file__=path, __loader__=loader, __builtins__=__builtins__, __cached__=None)
     exec(code, main_module.__dict__)
 
 
@@ -234,6 +233,9 @@ class _Template:
             command = setup["command"]
             first = _neighbour("first_imports").FirstImports(command["kind"], command["target"])
             statements, self._sources = first.statements, first.files
+            if not statements:
+                self._send({"cold": first.reason})
+                os._exit(0)
         self._import(statements, is_asked=bool(setup["modules"]))
         while True:
             request, fds = self._receive()
@@ -270,9 +272,6 @@ class _Template:
                 os._exit(0)
         lost.end()
         sys.meta_path.remove(watch)
-        if not statements:
-            self._send({"unsafe": "the program begins with no import that a template could make for it"})
-            os._exit(0)
         gc.collect()
         gc.freeze()  # a collection in a worker would copy every page that it marks
         self._files = _files_of_modules() | files

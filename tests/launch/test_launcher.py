@@ -123,7 +123,7 @@ def test_killed_process_is_reported_and_all_restart() -> None:
     assert spy.events[2].fields == {"attempt": 1}
     assert spy.said == [
         "attempt 0: process 1 was lost (SIGKILL)",
-        "restarting all 2 processes in 0 s (1 restarts left)",
+        "restarting all 2 processes in 0 s (1 restart left)",
     ]
 
 

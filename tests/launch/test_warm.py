@@ -28,6 +28,7 @@ TOLD = """
 import os, sys
 found = [__name__, __file__, __spec__ is None, sys.argv, sys.path[0], __builtins__ is not None]
 found.append(sys.modules["__main__"].__dict__ is globals())
+found += [sys._getframe().f_code.co_filename, __loader__.path]
 print(found, os.getsid(0) == os.getpid(), flush=True)
 """
 
@@ -131,8 +132,27 @@ def test_program_that_begins_with_another_statement_starts_cold_and_says_so(tmp_
     job = Job([PYTHON, write(tmp_path / "s.py", code), "{attempt}"], warm=WarmStart())
     assert job.run() == ExitCode.OK
     assert job.texts == ["False", "False"]
-    said = [line for line in job.said if "template" in line]
-    assert said == ["the template cannot be used: the program begins with no import that a template could make for it"]
+    (line,) = [line for line in job.said if "cold" in line]
+    assert (
+        line == f"all starts are cold: {tmp_path}/s.py line 2 sets os.environ['JAX_ENABLE_X64'] before it imports jax"
+    )
+
+
+def test_reason_of_a_cold_start_is_printed_once_for_all_prefixes(tmp_path: Path) -> None:
+    """A job with a prefix for each of its processes would repeat the line as often as it has processes."""
+    said: list[str] = []
+    job = Launcher(
+        Workers(
+            [PYTHON, write(tmp_path / "s.py", "print(1)\nimport numpy")],
+            processes=3,
+            prefixes=[["env", f"A={process}"] for process in range(3)],
+            warm=WarmStart(),
+        ),
+        policy=QUICK,
+        hooks=Hooks(on_output=lambda process, line: None, say=said.append),
+    )
+    assert job.run() == ExitCode.OK
+    assert said == [f"all starts are cold: {tmp_path}/s.py line 1 calls print(1) before it imports numpy"]
 
 
 def test_main_module_of_a_package_is_run_once_and_never_imported(
@@ -485,10 +505,10 @@ def test_attempts_that_fail_at_the_same_step_wait_longer_each_time(tmp_path: Pat
     policy = RestartPolicy(restarts=3, backoff_s=0.01, grace_s=0.1)
     job = Job([PYTHON, script, "1", "7"], policy=policy)
     assert job.run() == ExitCode.BUDGET_SPENT
-    again = "it failed after step 7 again; restarting all 1 processes in"
+    again = "it failed after step 7 again; restarting the process in"
     assert [line for line in job.said if "restarting" in line] == [
-        "restarting all 1 processes in 0 s (2 restarts left)",
-        f"{again} 0.01 s (1 restarts left)",
+        "restarting the process in 0 s (2 restarts left)",
+        f"{again} 0.01 s (1 restart left)",
         f"{again} 0.02 s (0 restarts left)",
     ]
     further = Job([PYTHON, script, "1", "{attempt}"], policy=policy)

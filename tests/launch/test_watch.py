@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.launch import HangPolicy, RestartPolicy
-from ckptkit.launch.watch import Hang, Watch
+from ckptkit.launch.watch import Hang, Recovery, Watch
 from ckptkit.util.heartbeat import Beats, Saves
 
 
@@ -123,3 +123,13 @@ def test_process_without_a_step_is_named_before_those_that_wait_for_it(monkeypat
 def test_wait_before_a_restart_has_a_bound(restarts: int) -> None:
     """A job with many restarts would end with an OverflowError of its launcher."""
     assert RestartPolicy(backoff_s=1.0).backoff_after(restarts) == min(60.0, 2.0 ** min(restarts, 10))
+
+
+@pytest.mark.parametrize(
+    ("reached", "again"),
+    [(None, "no step was lost"), (6, "no step was lost"), (7, "step 7 again"), (9, "steps 7 to 9 again")],
+)
+def test_recovery_names_the_steps_that_are_done_again(reached: int | None, again: str) -> None:
+    """The line that most people see of a restart would read "steps 7 to 7 again"."""
+    recovery = Recovery(attempt=2, seconds=1.5, step=7, reached=reached)
+    assert recovery.text == f"attempt 2: step 7 is done 1.5 s after the loss; {again}"

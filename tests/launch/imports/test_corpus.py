@@ -66,5 +66,7 @@ def test_editable_install_is_a_library_too(tmp_path: Path) -> None:
     script.write_text("import os, ckptkit, jax\n")
     path = [str(tmp_path), *(each for each in sys.path if not (Path(each) / "ckptkit").is_dir())]
     assert FirstImports("script", str(script), path).statements == ["import ckptkit", "import jax"]
+    patched = FirstImports("module", "ckptkit.patch", path).statements
+    assert "import ckptkit.patch" in patched, "python -m ckptkit.patch"
     (tmp_path / "ckptkit.py").write_text("")
     assert FirstImports("script", str(script), path).statements == []
