@@ -286,3 +286,4 @@ class ProcessOptions:
             given = f"timeout_s={self.timeout_s}, close_timeout_s={self.close_timeout_s}"
             raise ValueError(f"ProcessOptions: {given}: give seconds above 0")
         _check_kind(self, "peers", PeerOptions, optional=True)
+        _check_kind(self, "broadcast", BroadcastOptions)
