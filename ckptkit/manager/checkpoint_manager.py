@@ -21,7 +21,6 @@ from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
 from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.catalog import Catalog
-from ckptkit.manager.last_step import LastStep
 from ckptkit.manager.log_lines import log_events
 from ckptkit.manager.monitoring import monitor_events
 from ckptkit.manager.orbax_compat import Began, save_entry, saved_step_number, step_number
@@ -128,7 +127,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._saver = Saver(self._settings, self._components)
         self._resumer = Resumer(self._settings, self._components, self._logger, self._account)
         self._last_saver = LastSaver(self._settings, self._components, self._saver)
-        self._last_step = LastStep(self._components)
         self._scrubber = Scrubber(self._components)
         self._calls = CollectiveCalls(self._pipeline)
         exit_drain.add(self._pipeline.under_way, processes.close_timeout_s)
@@ -397,9 +395,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def close(self, *, remove_arenas: bool = False) -> None:
         """Finishes the saves in flight, then releases slots and threads; raises `SaveFailedError` if a save has failed.
 
-        A run that saved nothing after its restore flushes the restored step to the durable tier, if that lacks it and
-        it was due there: all processes close together then. A failure of this is a WARNING, and nothing is lost.
-
         Waits as long as saves advance, and at most `ProcessOptions.timeout_s` plus a minute after the last progress.
         Then the saves in flight are lost, the error names them, and this process's slots stay locked until it ends.
         Arenas outlive the process: that is their purpose. `remove_arenas=True`, at a job's real end, deletes this
@@ -426,9 +421,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                     "hangs, or raise ProcessOptions.timeout_s"
                 )
             self._pipeline.wait()
-            if not self._options.read_only and not self._last_step.make_durable(self._stall_s):
-                join_s = _JOIN_S
-            elif (own_wait := self._overrides.own("wait_until_finished")) is not None:
+            self._resumer.warn_if_not_durable()
+            if (own_wait := self._overrides.own("wait_until_finished")) is not None:
                 with self._overrides.asking():
                     own_wait()
 

@@ -262,6 +262,22 @@ class Resumer:
             )
         return self._given(restored, rejected, began, self._components.storage.durable.directory)
 
+    def warn_if_not_durable(self) -> None:
+        """At the end of a run that saved nothing after its restore: a WARNING where only fast tiers hold the step."""
+        history = self._components.history
+        base, every = history.branch.base, history.ledger.every()
+        if base is None or self._settings.options.read_only or self._components.job.coordinator.process > 0:
+            return
+        durable = sorted(record.save_id for record in every if DURABLE in record.tiers)
+        tiers = [tier for record in every if record.save_id == base for tier in record.tiers]
+        if tiers and not any(save_id >= base for save_id in durable):
+            _log.warning(
+                "step %d is only in tier %s: the durable tier has %s. This run restored it and saved nothing after it, "
+                "so the loss of these tiers loses the step. Start the run again, and call save(%d, ..., force=True) "
+                "with the restored state before close()",
+                *(base.step, " and ".join(tiers), f"step {durable[-1].step}" if durable else "no step", base.step),
+            )
+
     def _warn_of_newer(self, step: int) -> None:
         """The newer steps that the next save abandons though nothing is wrong with them: the caller chose `step`."""
         if self._settings.options.read_only or self._components.job.coordinator.process > 0:

@@ -30,7 +30,6 @@ class EpochFence:
         self._lock = threading.RLock()
         self._head = ledger.ancestry.head  # the newest record that this run has seen, or written
         self._claimed: int | None = None
-        self._inherited = 0  # the newest epoch when this run took over a save of an earlier one
 
     def claim(self, save_id: SaveId) -> SaveId:
         """Process 0 records the run's epoch before its first save can be committed anywhere; returns the identity under
@@ -61,20 +60,6 @@ class EpochFence:
                 return replace(save_id, after=self._head)
             return save_id
 
-    def inherit(self, save_id: SaveId) -> None:
-        """On process 0: a restored save keeps the identity that its own run gave it; that run's record is its claim.
-
-        Raises `CheckpointError` where the root has no record of its epoch, or where a run has begun since this one
-        listed the tiers. Cost: a listing.
-        """
-        newest = self._tiers.epochs.newest_epoch()
-        if save_id.epoch > newest:
-            raise CheckpointError(f"epoch {save_id.epoch} of step {save_id.step} is not recorded", step=save_id.step)
-        with self._lock:
-            self._inherited = self._ledger.ancestry.epoch
-            self._claimed = max(self._claimed or 0, newest)
-        self.check(save_id)
-
     def fence(self, save_id: SaveId, about: str) -> SaveProtocol:
         """Refuses to commit durably once a later run has begun: its branch must not be overtaken by this one. And
         before this run has recorded its epoch: another one could take the same.
@@ -99,7 +84,6 @@ class EpochFence:
         """On process 0: raises `CheckpointError` where a later run has begun, or the root has lost this run's record.
         Cost: a listing."""
         epoch = self._tiers.epochs.newest_epoch()
-        own = max(save_id.epoch, self._inherited)
         if self._claimed is not None and epoch < self._claimed:
             raise CheckpointError(
                 f"step {save_id.step} is not committed to {self._tiers.durable.url}: the record of this run (epoch "
@@ -107,10 +91,10 @@ class EpochFence:
                 step=save_id.step,
                 tier=DURABLE,
             )
-        if epoch > own:
+        if epoch > save_id.epoch:
             raise CheckpointError(
                 f"step {save_id.step} is not committed to {self._tiers.durable.url}: this run has epoch "
-                f"{own}, and a later run has begun epoch {epoch} there; stop this run",
+                f"{save_id.epoch}, and a later run has begun epoch {epoch} there; stop this run",
                 step=save_id.step,
                 tier=DURABLE,
             )

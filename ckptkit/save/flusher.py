@@ -11,7 +11,7 @@ import numpy as np
 from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostTreeSave, host_tree
 from ckptkit.model.handler_files import with_file_digests
-from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.save.circuit_breaker import DurableRetry
 from ckptkit.save.fence import EpochFence
@@ -29,7 +29,6 @@ from ckptkit.util.clock import Deadline
 from ckptkit.util.gc_pause import collection_paused
 
 _LOOK_S = 0.2  # how often a save that waits for the durable tier looks whether that is failing
-Failed = Callable[[SaveId, str, Exception], None]  # of a save and a tier
 _TOO_EARLY = Refusal(policy="skip", reason="still writing an older step")
 
 
@@ -160,18 +159,6 @@ class Flusher:
                 self._disk_promised_to = save.name
             return free
 
-    def inherit(self, save_id: SaveId) -> None:
-        """On process 0, before `flush_held` of a save that was restored. See `EpochFence.inherit`."""
-        self._claim.inherit(save_id)
-
-    def flush_held(self, save: Save, slot: Slot, sealed: SealedSave) -> None:
-        """Sends a save that all processes hold in committed slots on to the durable tier. A failure is reported, and
-        never raised: the slots still hold the save."""
-        size_bytes = save.description.held_bytes
-        self._outcomes.under_way.begin(save.save_id.step, frozenset({DURABLE}), share_bytes=size_bytes)
-        self._tiers.staging.lease(slot)
-        self._durable.submit(lambda: self._flush_to_durable(save, slot, sealed, self._outcomes.left_out))
-
     def follow(self, ticket: Ticket) -> None:
         """Waits in the durable thread for a save that Orbax has begun on the caller's thread, and reports its end.
 
@@ -230,9 +217,7 @@ class Flusher:
 
     # In the durable thread.
 
-    def _flush_to_durable(
-        self, save: Save, slot: Slot, sealed: SealedSave, failed: Failed | None = None
-    ) -> SaveProtocol:
+    def _flush_to_durable(self, save: Save, slot: Slot, sealed: SealedSave) -> SaveProtocol:
         save_id = save.save_id
         self._outcomes.phase(save_id, "begun", DURABLE)
         try:
@@ -246,7 +231,7 @@ class Flusher:
             self._outcomes.phase(save_id, "committed_here", DURABLE)
             self._outcomes.committed(save, DURABLE, None, self._tiers.durable.shared)
         except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
-            (failed or self._outcomes.failed)(save_id, DURABLE, error)
+            self._outcomes.failed(save_id, DURABLE, error)
         finally:
             self._tiers.staging.release(slot)
 

@@ -154,11 +154,6 @@ class Outcomes:
         with self._lock:
             self._failures = [*self._failures, failure][-_FAILURES_KEPT:]
 
-    def left_out(self, save_id: SaveId, tier: str, error: Exception) -> None:
-        """A save that another tier holds did not reach `tier`: reported, and never raised."""
-        self._ended(save_id, tier)
-        self.degraded(save_id.step, tier, error)
-
     def no_room(self, save: SaveId, tier: str, error: Exception, due: frozenset[str]) -> None:
         """A fast tier has no room for a save: the tier is degraded, and a durable save that needed it fails."""
         self.degraded(save.step, tier, error)

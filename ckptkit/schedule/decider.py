@@ -129,12 +129,6 @@ class Decider:
         behind_from = max(self._durable[-1].step + 1 if self._durable else 0, step - _LOOKED_BACK_STEPS)
         self._durable_owed = any(self._durable_due(each, False, False) for each in range(behind_from, step + 1))
 
-    @property
-    def owes_durable(self) -> bool:
-        """Whether the run continues from a step, and the durable tier lacks one that was due there up to it. The next
-        save changes this."""
-        return self._base is not None and self._durable_owed
-
     def refusal(self, step: int, *, last: int | None, force: bool, exact: bool = False) -> str | None:
         """The reason why no tier can take `step`, whatever its policy is; None if the policies decide.
 

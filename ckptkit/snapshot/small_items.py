@@ -8,7 +8,6 @@ that no later change of the caller's object reaches. `give_back` makes the item 
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -104,23 +103,6 @@ def give_back(stored: Mapping[str, Any], arg: Any) -> Any:
     if stored["kind"] == "numpy_key":
         return _from_plain_tree(value)
     return value
-
-
-def captured_again(stored: Mapping[str, Any]) -> Any:
-    """The arguments for the durable tier of a stored small item, as `capture` made them. Raises ImportError for a data
-    iterator without Grain."""
-    value = stored["value"]
-    if stored["kind"] == FILES:
-        return FilesSave(files_in(stored), stored["handler"])  # pyright: ignore[reportCallIssue]
-    if stored["kind"] == "grain":
-        return importlib.import_module("grain.checkpoint").CheckpointSave(_FrozenIterator(value.encode()))
-    kinds = {
-        "json": ocp.args.JsonSave,
-        "array": ocp.args.ArraySave,
-        "jax_key": ocp.args.JaxRandomKeySave,
-        "numpy_key": ocp.args.NumpyRandomKeySave,
-    }
-    return kinds[stored["kind"]](give_back(stored, None))
 
 
 def is_grain(arg: Any) -> bool:

@@ -194,12 +194,6 @@ class Book:
                 durable[old.value] = min(MAYBE, durable.get(old.value, NO))
                 self._weaken(old, run.tiers, old.hosts)
 
-    def closed(self, run: Run) -> None:
-        """The run has ended by `close`, which may copy the restored step to the root."""
-        if run.restored and run.base:
-            run.root.durable[run.base] = max(MAYBE, run.root.durable.get(run.base, NO))
-            self._begin(run, max(self.saves) + 0.5).status = MAYBE
-
     def _prune(self, run: Run, save: Save, tier: str, *, certain: bool) -> None:
         """A tier has taken a save: what is not among the newest there may be gone."""
         kept = run.keep.get(tier)
