@@ -160,7 +160,7 @@ class GoodputOptimal:
         return max(served, default=len(self._tiers) - 1)
 
     def _hear(self, event: Event) -> None:
-        """The thread that has the lock also takes the events that others hear meanwhile."""
+        """The thread that has the lock also handles the events that other threads bring meanwhile."""
         self._heard.append(event)
         changes: list[tuple[str, float, float, str]] = []
         while self._heard and self._lock.acquire(blocking=False):

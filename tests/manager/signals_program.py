@@ -145,4 +145,5 @@ def main(act: str, does: str, tiers: str, every: int, home: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], int(sys.argv[4]), Path(sys.argv[5]))
+    words = sys.argv[1:]
+    main(words[0], words[1], words[2], int(words[3]), Path(words[4]))
