@@ -269,22 +269,22 @@ class ScopedCoordinator:
 
     def __init__(self, coordinator: Coordinator):
         self._coordinator = coordinator
-        self._about = ""
+        self.about = ""
         self.process = coordinator.process
         self.count = coordinator.count
         self.timeout_s = coordinator.timeout_s
 
     def begin(self, about: str) -> None:
         """Sets the key of the next exchanges; no two operations have the same key."""
-        self._about = about
+        self.about = about
 
     def agree(self, channel: str, value: Any, decide: Decide, *, about: str = "", **words: Any) -> Any:
         """See `Coordinator.agree`."""
-        return self._coordinator.agree(channel, value, decide, about=about or self._about, **words)
+        return self._coordinator.agree(channel, value, decide, about=about or self.about, **words)
 
     def ask_process_0(self, channel: str, decide: Callable[[], Any], *, about: str = "", **words: Any) -> Any:
         """See `Coordinator.ask_process_0`."""
-        return self._coordinator.ask_process_0(channel, decide, about=about or self._about, **words)
+        return self._coordinator.ask_process_0(channel, decide, about=about or self.about, **words)
 
     def recall(self, channel: str, about: str) -> tuple[bool, Any]:
         """See `Coordinator.recall`."""

@@ -170,6 +170,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         blocks as long as those handlers block, and waits for the previous durable save whatever
         `SaveOptions.durable_busy` is. An event reports each such item once.
 
+        A signal handler may save in the middle of a save. The interrupted one is dropped, with a `save_skipped` event,
+        if it was not being copied yet.
+
         Raises `StepAlreadyExistsError` for a step that exists, ValueError and TypeError as Orbax does for arguments
         that cannot be saved, `SaveFailedError` by `FailurePolicy`, `CheckpointError` before `result()` of a
         `restore_async`.

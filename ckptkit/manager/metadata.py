@@ -61,7 +61,7 @@ class MetadataIndex:
         """A save of `step` was taken with these metrics. Those of steps that were deleted since are dropped."""
         if len(self._metrics) >= self._pruned_at:
             known = set(self._known())
-            self._metrics = {step: metrics for step, metrics in self._metrics.items() if step in known}
+            self._metrics = {step: metrics for step, metrics in list(self._metrics.items()) if step in known}
             self._pruned_at = max(_PRUNED_AT, 2 * len(self._metrics))
         self._metrics[step] = metrics
 

@@ -16,6 +16,7 @@ from ckptkit.durable.orbax.file_items import FilesSave, written_by
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.orbax.preservation import prunes
 from ckptkit.durable.write_step import refuse_unwritable
+from ckptkit.errors import CheckpointError
 from ckptkit.events import Kind
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import abstract_slot_bytes
@@ -24,7 +25,7 @@ from ckptkit.manager.settings import Settings
 from ckptkit.manager.subclass import Own, nothing_own
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
-from ckptkit.save.ledger import StepRecord
+from ckptkit.save.ledger import OVERTAKEN, StepRecord
 from ckptkit.save.records import Admission, Ticket
 from ckptkit.snapshot.copying import transfer_bytes
 from ckptkit.snapshot.describe import Description
@@ -117,9 +118,9 @@ class Saver:
         with self._one_caller:
             call = Call(self._branch.enter(step), own)
             self._pipeline.slots.go_on()  # the step after a restore is done
-            self._decider.begin(call.name)
             try:
-                yield call
+                with self._decider.asked_in(call.name):
+                    yield call
             except BaseException as error:
                 if not call.handed_over:
                     self._pipeline.run(self._pipeline.veto(call.name, error))
@@ -128,11 +129,12 @@ class Saver:
     def is_due(self, step: int, own: Own = nothing_own) -> bool:
         """Whether an un-forced save of `step` would be taken for any tier."""
         self._pipeline.slots.go_on()
-        self._decider.begin("asked." + self._branch.enter(step, "should_save"))
-        self._answered = frozenset()
-        if self._refusal(step, own, force=False) is None:
-            self._answered = self._due(step, own, force=False, reached=self._reached_preemption(step, own))
-        return bool(self._answered)
+        due: frozenset[str] = frozenset()
+        with self._decider.asked_in("asked." + self._branch.enter(step, "should_save")):
+            if self._refusal(step, own, force=False) is None:
+                due = self._due(step, own, force=False, reached=self._reached_preemption(step, own))
+        self._answered = due
+        return bool(due)
 
     def prepare(self, args: Any) -> None:
         """Makes the slots that saves of `args` need. See `CheckpointManager.prepare`."""
@@ -206,12 +208,21 @@ class Saver:
                 until_waiting.close()
             with call.spans.measured("wait_for_prev"):
                 turn = self._pipeline.run(self._pipeline.await_turn(due, must_wait=must_wait, last=last))
-            ticket = Ticket(name=call.name, save_id=self._branch.next_save(step))
+            ticket = Ticket(name=call.name, save_id=self._branch.next_save(call.name, step))
             self._decider.taken(step, due, request.metrics)
+            if self._branch.is_overtaken(call.name):
+                self._drop_overtaken(step, call)
+                return False
             self._metadata_index.taken(step, request.metrics)
             with call.spans.measured("checkpointer_blocking"):
                 self._begin(ticket, captured, due, request, turn, call)
         return True
+
+    def _drop_overtaken(self, step: int, call: Call) -> None:
+        """A signal handler saved in the middle of this call: the run has a later state, and continues from that one."""
+        self._decider.forget(step)
+        self._pipeline.run(self._pipeline.veto(call.name, CheckpointError(OVERTAKEN)))
+        self._events.emit(Kind.SKIPPED, step=step, reason=OVERTAKEN)
 
     def _told(self, step: int, call: Call) -> frozenset[str] | Literal[False] | None:
         """The tiers that take `step` as the `should_save` of a subclass decides, False if none; None if it is ours.
@@ -224,7 +235,6 @@ class Saver:
         self._answered = frozenset()
         if not should_save(step):
             return False
-        self._decider.begin(call.name)  # ours has begun a question of its own
         return self._answered or self._decider.due_as_told(step)
 
     def _refusal(self, step: int, own: Own, *, force: bool) -> str | None:

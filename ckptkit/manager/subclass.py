@@ -45,11 +45,11 @@ class Overrides:
     @contextmanager
     def asking(self) -> Iterator[None]:
         """In the block this thread is in `save` or `close`, which may ask a subclass."""
-        self._asking = threading.get_ident()
+        before, self._asking = self._asking, threading.get_ident()
         try:
             yield
         finally:
-            self._asking = None
+            self._asking = before  # a signal handler's block may be in the middle of another
 
     @property
     def is_asking(self) -> bool:

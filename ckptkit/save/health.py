@@ -18,23 +18,22 @@ _QUIET_S = 60.0  # between two log lines of one kind
 
 @final
 class FirstOfMany:
-    """Admits the first of many alike, and then one in a while. Safe from several threads."""
+    """Admits the first of many alike, and then one in a while. Several threads at once may each have one admitted: a
+    lock could be held where a signal handler interrupts."""
 
     def __init__(self, quiet_s: float = _QUIET_S):
         self._quiet_s = quiet_s
-        self._lock = threading.RLock()
         self._last: dict[tuple[str, ...], tuple[float, int]] = {}  # when one was admitted, and how many were not since
 
     def admit(self, key: tuple[str, ...]) -> int | None:
         """None for one that is left out, else how many were left out before it."""
         now_s = clock.monotonic_s()
-        with self._lock:
-            at_s, left_out = self._last.get(key, (now_s - self._quiet_s, 0))
-            if now_s - at_s < self._quiet_s:
-                self._last[key] = (at_s, left_out + 1)
-                return None
-            self._last[key] = (now_s, 0)
-            return left_out
+        at_s, left_out = self._last.get(key, (now_s - self._quiet_s, 0))
+        if now_s - at_s < self._quiet_s:
+            self._last[key] = (at_s, left_out + 1)
+            return None
+        self._last[key] = (now_s, 0)
+        return left_out
 
 
 @final
@@ -47,7 +46,7 @@ class SaveHealth:
 
     def __init__(self, policy: FailurePolicy):
         self._policy = policy
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of the threads that report; the step loop asks without it
         self._lost_in_row = 0  # saves that no tier has committed
         # By tier: when the first and the last loss since the last commit were, and which save the last one was.
         self._losses: dict[str, tuple[float, float, SaveId]] = {}
@@ -98,11 +97,8 @@ class SaveHealth:
     def raise_if_overdue(self, step: int) -> None:
         """Raises `SaveFailedError` where saves have been lost for longer than the policy allows."""
         most = self._policy.skipped_max
-        with self._lock:
-            why, self._announced = self._announced, None
-            why = why or self._overdue(
-                None if most is None else most + _WITHOUT_VERDICT, age_times=_AGE_WITHOUT_VERDICT
-            )
+        why, self._announced = self._announced, None
+        why = why or self._overdue(None if most is None else most + _WITHOUT_VERDICT, age_times=_AGE_WITHOUT_VERDICT)
         if why is not None:
             raise SaveFailedError(f"step {step} is not saved: {why}", step=step)
 
@@ -123,4 +119,4 @@ class SaveHealth:
     def _begin_again(self) -> None:
         self._lost_in_row = 0
         now_s = clock.monotonic_s()
-        self._losses = {tier: (now_s, now_s, last) for tier, (*_, last) in self._losses.items()}
+        self._losses = {tier: (now_s, now_s, last) for tier, (*_, last) in list(self._losses.items())}

@@ -16,6 +16,7 @@ from ckptkit.util import clock
 from ckptkit.util.words import on_each_host
 
 SaveState = Literal["in_flight", "committed", "rejected", "failed"]
+OVERTAKEN = "a signal handler took a later save in the middle of this one"
 _NAMED_MAX = 20  # steps, in one message
 _NAMES_KEPT = 10_000  # of calls of `save`: more than can wait for their votes
 FAILURES_MAX = 100  # how many failed saves are remembered
@@ -39,13 +40,16 @@ class StepRecord:
 
 class Ledger:
     """Saves by identity. Safe from several threads; abandoned branches are left out of every answer, and saves that a
-    restore found damaged of all but `rejected` and `every`."""
+    restore found damaged of all but `rejected` and `every`.
+
+    The lock is for changes. Answers take none: a signal handler may save in the middle of one.
+    """
 
     def __init__(self, ancestry: Ancestry):
         self._lock = threading.RLock()
         self._records: dict[SaveId, StepRecord] = {}
         self._failed: dict[SaveId, StepRecord] = {}
-        self._rejected: set[SaveId] = set()
+        self._rejected: frozenset[SaveId] = frozenset()
         self._restored: SaveId | None = None
         self._passed_over: frozenset[SaveId] = frozenset()  # newer than `_restored` when that was restored
         self.ancestry = ancestry
@@ -72,9 +76,10 @@ class Ledger:
     def identify(self, assumed: SaveId, save_id: SaveId) -> None:
         """Renames the save in flight from `assumed` to `save_id`, as process 0 decided."""
         with self._lock:
-            record = self._records.pop(assumed, None) if assumed != save_id else None
-            if record is not None and save_id not in self._records:
-                self._records[save_id] = replace(record, save_id=save_id)
+            record = self._records.get(assumed) if assumed != save_id else None
+            if record is not None:
+                self._records.setdefault(save_id, replace(record, save_id=save_id))
+                del self._records[assumed]
 
     def drop(self, tier: str, save_ids: Iterable[SaveId]) -> None:
         """`tier` does not hold these saves any more."""
@@ -85,7 +90,7 @@ class Ledger:
         """The run continues from `save_id`, which was restored: no newer save that is known now is the latest."""
         with self._lock:
             self._restored, self._passed_over = save_id, frozenset(each for each in self._records if each > save_id)
-            self._rejected.discard(save_id)
+            self._rejected -= {save_id}
 
     def reject(self, save_ids: Iterable[SaveId]) -> None:
         """A restore found these damaged: they are not listed until one is restored after all. One of epoch 0 is a step
@@ -130,40 +135,37 @@ class Ledger:
     def refill(self, held: Mapping[SaveId, Iterable[str]]) -> None:
         """The tiers were looked at afresh: they hold `held` and no more, ascending; what is under way comes after."""
         with self._lock:
-            known, self._records = self._records, {}
+            records: dict[SaveId, StepRecord] = {}
             for save_id in sorted(held):
-                record = known.pop(save_id, None) or StepRecord(step=save_id.step, save_id=save_id, state="committed")
-                self._records[save_id] = replace(record, state="committed", tiers=tuple(sorted(held[save_id])))
-            self._records |= {save_id: record for save_id, record in known.items() if record.state == "in_flight"}
+                record = self._records.get(save_id) or StepRecord(step=save_id.step, save_id=save_id, state="committed")
+                records[save_id] = replace(record, state="committed", tiers=tuple(sorted(held[save_id])))
+            under_way = {s: r for s, r in self._records.items() if r.state == "in_flight" and s not in records}
+            self._records = records | under_way
 
     def committed_in(self, tier: str) -> set[SaveId]:
         """Every save that `tier` holds on all processes, those of abandoned branches too."""
-        with self._lock:
-            return {save_id for save_id, record in self._records.items() if tier in record.tiers}
+        return {record.save_id for record in list(self._records.values()) if tier in record.tiers}
 
     def forget(self, step: int) -> None:
         """The step was deleted from every tier."""
         with self._lock:
             for save_id in [each for each in self._records if each.step == step]:
                 del self._records[save_id]
-                self._rejected.discard(save_id)
+                self._rejected -= {save_id}
             if self._restored is not None and self._restored.step == step:
                 self._restored, self._passed_over = None, frozenset()
 
     def records(self) -> list[StepRecord]:
         """Every save that is committed or under way, oldest first."""
-        with self._lock:
-            return self._visible_now()
+        return sorted(self._unsorted(), key=lambda record: _age(record.save_id))
 
     def every(self) -> list[StepRecord]:
         """Every record, those of abandoned branches too, oldest first."""
-        with self._lock:
-            return sorted(self._records.values(), key=lambda record: record.save_id)
+        return sorted(self._records.values(), key=lambda record: record.save_id)
 
     def failed(self) -> list[StepRecord]:
         """The saves that failed and are held nowhere, oldest first: of the last ones, a bounded number."""
-        with self._lock:
-            return sorted(self._failed.values(), key=lambda record: record.save_id)
+        return sorted(self._failed.values(), key=lambda record: record.save_id)
 
     def rejected(self) -> list[StepRecord]:
         """The saves that a restore found damaged, and that are still there, oldest first."""
@@ -176,8 +178,7 @@ class Ledger:
 
     def stock_steps(self) -> list[int]:
         """Steps that stock Orbax wrote, those of abandoned branches too: what an epoch record has to name."""
-        with self._lock:
-            return sorted(record.step for record in self._records.values() if not record.save_id.ours)
+        return sorted(record.step for record in list(self._records.values()) if not record.save_id.ours)
 
     def steps(self) -> list[int]:
         """The steps in the order of their newest saves."""
@@ -186,22 +187,19 @@ class Ledger:
     def latest_step(self) -> int | None:
         """The step of the newest save, one under way too. After a restore it is the restored step, until a newer one is
         saved, or found by another look at the tiers."""
-        with self._lock:
-            came = [each.save_id for each in self._unsorted() if each.save_id not in self._passed_over]
-            if self._restored is not None:  # also another job's save, which was not there when the tiers were listed
-                came.append(self._restored)
+        came = [each.save_id for each in self._unsorted() if each.save_id not in self._passed_over]
+        if (restored := self._restored) is not None:  # also another job's, which was not there at the listing
+            came.append(restored)
         return max(came, key=_age).step if came else None
 
     def passed_over(self) -> list[StepRecord]:
         """The saves that are newer than the restored one, oldest first: the next save abandons them."""
         return [record for record in self.records() if record.save_id in self._passed_over]
 
-    def _visible_now(self) -> list[StepRecord]:
-        return sorted(self._unsorted(), key=lambda record: _age(record.save_id))
-
     def _unsorted(self) -> list[StepRecord]:
         superseded, hidden = self.ancestry.superseded, self._rejected
-        return [r for r in self._records.values() if r.save_id not in hidden and not superseded(r.save_id)]
+        records = list(self._records.values())  # in one piece: other threads change it meanwhile
+        return [r for r in records if r.save_id not in hidden and not superseded(r.save_id)]
 
 
 def _age(save_id: SaveId) -> tuple[tuple[int, float, int], str]:
@@ -245,6 +243,7 @@ class _Steps:
 
 class Branch:
     """Names calls of `save` and gives saves their identity. `enter` and `next_save` belong to the step loop's thread.
+    They take no lock, and each changes what it changes at once: a signal handler may save in the middle of one.
 
     Process 0's identity of a save holds; the others compute it from the same calls, and adopt process 0's.
     A call is named by its step, by how often this process made it for that step, and by the restore that the run
@@ -254,13 +253,13 @@ class Branch:
     def __init__(self, ledger: Ledger, epoch: int, run: str):
         self._run = run
         self.ledger = self._ledger = ledger
-        self._lock = threading.RLock()
         self._epoch = epoch
         self._number = 0
         self._has_saved = False
         self._base: SaveId | None = None
         self._names: dict[str, int] = {}  # of calls of `save`, numbered
         self._entered = 0
+        self._taken = 0  # the number of the last call that took a save
         self._line = 0  # restores that the run continued from
         self._restored_elsewhere = False
         self._calls: dict[str, Calls] = {}  # by kind
@@ -310,7 +309,8 @@ class Branch:
         """The name of a call for `step`, before anything can raise in it: all processes count it alike."""
         name = f"{self._line}.{step}.{self._calls.setdefault(call, Calls()).enter(step)}"
         if call == "save":
-            self._names[name] = self._entered = self._entered + 1
+            self._entered += 1
+            self._names[name] = self._entered
             if len(self._names) > _NAMES_KEPT:
                 del self._names[next(iter(self._names))]
         return name
@@ -328,28 +328,33 @@ class Branch:
         later = (number for each, number in list(self._names.items()) if place and _place_of(each) > place)
         return min(later, default=math.inf) - 0.5
 
-    def next_save(self, step: int) -> SaveId:
-        """The identity of a save that is taken now; begins an epoch where one is due."""
-        with self._lock:
-            self._begin_epoch()
-            save_id = SaveId(self._epoch, step, self._number, self._run, self._ledger.ancestry.root)
-            self._number += 1
-            return save_id
+    def next_save(self, name: str, step: int) -> SaveId:
+        """The identity of a save that is taken now, in the call `name`; begins an epoch where one is due."""
+        self._begin_epoch()
+        entered = self._names[name]
+        if entered > self._taken:
+            self._taken = entered
+        number = self._number
+        self._number = number + 1
+        return SaveId(self._epoch, step, number, self._run, self._ledger.ancestry.root)
+
+    def is_overtaken(self, name: str) -> bool:
+        """Whether a call after `name` took a save already: that of a signal handler, in the middle of this one."""
+        return self._names[name] < self._taken
 
     def adopt(self, save_id: SaveId) -> None:
         """Process 0 gave this identity to a save: the next ones follow it."""
-        with self._lock:
-            self._epoch, self._number = save_id.epoch, max(self._number, save_id.number + 1)
+        self._epoch = save_id.epoch
+        if self._number <= save_id.number:
+            self._number = save_id.number + 1
 
     def state(self) -> list[Any]:
         """The state that a process needs to count like this one."""
-        with self._lock:
-            return [self._epoch, self._number, self._has_saved, self._line]
+        return [self._epoch, self._number, self._has_saved, self._line]
 
     def synchronise(self, state: Sequence[Any]) -> None:
         """Counts on from process 0's `state`."""
-        with self._lock:
-            self._epoch, self._number, self._has_saved, self._line = state
+        self._epoch, self._number, self._has_saved, self._line = state
 
     def _begin_epoch(self) -> None:
         """The first save after a start or a rollback begins an epoch, and abandons what was above its base. A run that
@@ -357,13 +362,9 @@ class Branch:
         if self._has_saved and self._base in (None, self._ledger.newest_save()):
             self._base = None  # it is not a rollback: the saves that follow abandon nothing
             return
-        if self._has_saved:
-            self._epoch += 1
-        base = self._base or self._ledger.newest_save()
-        ancestry = self._ledger.ancestry.begin(self._epoch, base, self._run, self._ledger.stock_steps())
-        self._ledger.ancestry = ancestry
-        self._has_saved = True
-        self._base = None
+        base, epoch = self._base or self._ledger.newest_save(), self._epoch + self._has_saved
+        ancestry = self._ledger.ancestry.begin(epoch, base, self._run, self._ledger.stock_steps())
+        self._epoch, self._has_saved, self._base, self._ledger.ancestry = epoch, True, None, ancestry
 
 
 def _place_of(name: str) -> tuple[int, ...]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from ckptkit.errors import CheckpointError, SaveFailedError, StoreFullError
 from ckptkit.events import Kind
@@ -44,8 +46,7 @@ class Outcomes:
         self._ledger = ledger
         self._retention = retention
         self._policy = policy
-        self._lock = threading.RLock()
-        self._failures: list[SaveFailedError] = []  # that the step loop has not raised yet
+        self._failures: deque[SaveFailedError] = deque(maxlen=_FAILURES_KEPT)  # that the step loop has not raised yet
         self._raised: dict[int, list[SaveFailedError]] = {}  # by thread, of those
         self._stopped: CheckpointError | None = None
         self._differing: set[str] = set()  # items of which a warning reported that their values differ by process
@@ -151,8 +152,7 @@ class Outcomes:
         )
         failure.__cause__ = error
         failure.lost = lost
-        with self._lock:
-            self._failures = [*self._failures, failure][-_FAILURES_KEPT:]
+        self._failures.append(failure)
 
     def no_room(self, save: SaveId, tier: str, error: Exception, due: frozenset[str]) -> None:
         """A fast tier has no room for a save: the tier is degraded, and a durable save that needed it fails."""
@@ -181,18 +181,19 @@ class Outcomes:
         In a `save`, `FailurePolicy.raise_in_save` chooses the failures that raise.
         """
         self.raise_if_stopped()
-        with self._lock:
-            raised = self._raised.setdefault(threading.get_ident(), [])
-            fresh = [failure for failure in self._failures if failure not in raised]
-            if in_save:
-                wanted = self._policy.raise_in_save
-                fresh = [each for each in fresh if wanted == "all" or (wanted == "lost" and each.lost)]
-            if not fresh:
-                return
-            raised += fresh
-            if in_save or threading.current_thread() is threading.main_thread():
-                self._failures = [failure for failure in self._failures if failure not in raised]
-                self._raised.clear()
+        raised = self._raised.setdefault(threading.get_ident(), [])
+        fresh = [failure for failure in self._failures.copy() if failure not in raised]
+        if in_save:
+            wanted = self._policy.raise_in_save
+            fresh = [each for each in fresh if wanted == "all" or (wanted == "lost" and each.lost)]
+        if not fresh:
+            return
+        raised += fresh
+        if in_save or threading.current_thread() is threading.main_thread():
+            for failure in raised:
+                with suppress(ValueError):
+                    self._failures.remove(failure)
+            self._raised.clear()
         first, *others = fresh
         for other in others:
             first.add_note(f"also: {other}")

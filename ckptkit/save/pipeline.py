@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from ckptkit.save.commit_log import CommitLog
 from ckptkit.save.fence import EpochFence
 from ckptkit.save.first_tier import FirstWork, Sealer
 from ckptkit.save.flusher import Flusher
-from ckptkit.save.ledger import Branch
+from ckptkit.save.ledger import OVERTAKEN, Branch
 from ckptkit.save.outcomes import Outcomes, describe
 from ckptkit.save.protocol import Ask, Do, Idle, Machinery, SaveProtocol, Veto, Wait, drive
 from ckptkit.save.records import Admission, Refusal, Save, SaveTargets, Snapshot, Ticket
@@ -47,6 +46,7 @@ from ckptkit.snapshot.describe import Describer, Description
 from ckptkit.snapshot.items import SaveItems
 from ckptkit.util import clock, heartbeat
 from ckptkit.util.clock import Deadline
+from ckptkit.util.notice import Notice, Promise
 
 VOTES_WAITING_MAX = 1024  # of saves that came too early: a few hundred bytes each
 _SAID_EVERY_S = 10.0  # of a wait for the copy: new slots are touched for the first time
@@ -78,7 +78,9 @@ class SavePipeline:
         self._events = job.events
         self._branch, self._ledger = branch, branch.ledger
         self._options = options
-        self._changed = threading.Condition()
+        self._counting = threading.Lock()  # not taken by the step loop
+        self._notice = Notice()
+        self._staged = 0.0  # the order of the newest save in the staging thread
         self._unstaged = 0  # saves that still refer to the caller's arrays
         self._in_flight = 0  # snapshots that are taken and not yet committed, or dropped, by all
         self._closed = False
@@ -140,7 +142,7 @@ class SavePipeline:
         )
 
     def _await_earlier(self, deadline: Deadline, *, durable: bool, patient: bool) -> SaveProtocol:
-        in_time = yield Idle(self._writer, deadline.left_s)
+        in_time = yield from self.wait_decided(deadline)  # a signal handler finds the save it interrupts being staged
         if in_time and durable:
             in_time = yield from self.flusher.wait_durable(deadline, patient=patient)
         return in_time
@@ -203,7 +205,7 @@ class SavePipeline:
             snapshot=None,
             staged_s=clock.monotonic_s(),
         )
-        staged: Future[None] = Future()
+        staged: Promise[None] = Promise()
         self._stager.submit(lambda: self._stage(save, items, start_s, turn, staged))
         while True:
             try:
@@ -225,7 +227,7 @@ class SavePipeline:
     # In the staging thread.
 
     def _stage(
-        self, save: Save, items: SaveItems, start_s: float, turn: Admission, staged: Future[None]
+        self, save: Save, items: SaveItems, start_s: float, turn: Admission, staged: Promise[None]
     ) -> SaveProtocol:
         """Stages a save and hands it to the writer; the caller waits for `staged`."""
         try:
@@ -275,7 +277,7 @@ class SavePipeline:
         self.slots.reserve(description.slot_bytes)  # the other slots: the next saves find them made
 
     def _hand_over(self, save: Save, refusal: Refusal | None) -> None:
-        with self._changed:
+        with self._counting:
             self._unstaged += 1
             self._in_flight += save.snapshot is not None
         self._writer.submit(lambda: self._commit(save, refusal))
@@ -285,6 +287,9 @@ class SavePipeline:
 
         Which of the two is a local matter of timing, so it decides nothing: the refusal goes into the vote.
         """
+        if self._branch.order(save.name) < self._staged:
+            return None, Refusal(policy="skip", reason=OVERTAKEN)
+        self._staged = self._branch.order(save.name)
         if not turn.in_time:
             timeout_s = self._coordinator.timeout_s
             return None, Refusal(policy="wait", reason=f"earlier saves were not done within {timeout_s:.1f} s")
@@ -333,8 +338,7 @@ class SavePipeline:
     def wait_until_staged(self) -> None:
         """Waits until no save refers to the arrays that it was given."""
         self._stager.drain()
-        with self._changed:
-            self._changed.wait_for(lambda: self._unstaged == 0)
+        self._notice.wait_for(lambda: self._unstaged == 0)
 
     def wait(self) -> None:
         """Waits until every save that was taken is in all the tiers it was due in, or has failed."""
@@ -457,14 +461,13 @@ class SavePipeline:
         try:
             yield from work.finish_staging()
         finally:
-            with self._changed:
+            with self._counting:
                 self._unstaged -= 1
-                self._changed.notify_all()
+            self._notice.give()
 
     def _end(self, save: Save) -> None:
         self._pace.end_urgent(save.save_id)
         if save.snapshot is not None and save.snapshot.disk is not None:
             save.snapshot.disk.leave_out()
-        with self._changed:
+        with self._counting:
             self._in_flight -= save.snapshot is not None
-            self._changed.notify_all()

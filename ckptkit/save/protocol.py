@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 from typing import Protocol as Interface
@@ -16,6 +15,7 @@ from typing import Protocol as Interface
 from ckptkit.job.coordination import Coordinator
 from ckptkit.job.meeting import Decide, Order
 from ckptkit.store import side_by_side
+from ckptkit.util.notice import Promise
 
 
 @dataclass(slots=True)
@@ -77,9 +77,9 @@ class SideBySide:
 
 @dataclass(slots=True)
 class Wait:
-    """Waits for the result of a future; raises `TimeoutError` after `timeout_s`."""
+    """Waits for what was promised; raises `TimeoutError` after `timeout_s`."""
 
-    future: Future[Any]
+    promise: Promise[Any]
     timeout_s: float | None = None
 
 
@@ -138,8 +138,8 @@ def perform(effect: Effect, coordinator: Coordinator) -> Any:
             return coordinator.veto(channel, value, decide, about=about)
         case SideBySide(protocol, act):
             return side_by_side([lambda: drive(protocol, coordinator), act])[1]
-        case Wait(future, timeout_s):
-            return future.result(timeout_s)
+        case Wait(promise, timeout_s):
+            return promise.result(timeout_s)
         case Idle(worker, timeout_s):
             return worker.wait_idle(timeout_s)
         case Sleep(seconds):

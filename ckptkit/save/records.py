@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
@@ -21,6 +19,7 @@ from ckptkit.snapshot import describe, staging
 from ckptkit.snapshot.items import SaveItems
 from ckptkit.snapshot.replicas import LocalReplica
 from ckptkit.util.clock import Deadline
+from ckptkit.util.notice import Notice, Promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +38,14 @@ class Loan:
     def __init__(self) -> None:
         self.received = False  # the pipeline will vote on the save
         self.withdrawn = False
-        self._unread = threading.Event()
-        self._unread.set()
+        self._is_read = False
+        self._notice = Notice()
 
     def withdraw(self) -> None:
         """The caller raises: no reading begins any more. Waits for one that has begun; what it read is dropped, also
         where a second signal ends this wait."""
         self.withdrawn = True
-        self._unread.wait()
+        self._notice.wait_for(lambda: not self._is_read)
 
     def raise_if_withdrawn(self) -> None:
         """Raises `CheckpointError` after `withdraw`."""
@@ -56,13 +55,14 @@ class Loan:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """While the caller's values are read. Raises `CheckpointError` if they were withdrawn before or meanwhile."""
-        self._unread.clear()
+        self._is_read = True
         try:
-            self.raise_if_withdrawn()  # after `clear`: whoever withdraws is seen here, or waits
+            self.raise_if_withdrawn()  # after `_is_read`: whoever withdraws is seen here, or waits
             yield
             self.raise_if_withdrawn()
         finally:
-            self._unread.set()
+            self._is_read = False
+            self._notice.give()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class DiskFlush:
     """A copy to the disk tier that began with the save, and what was decided of the save: None to leave it out."""
 
     copy: DiskCopy
-    decided: Future[tuple[Save, SealedSave] | None] = field(default_factory=Future)
+    decided: Promise[tuple[Save, SealedSave] | None] = field(default_factory=Promise)
 
     def leave_out(self) -> None:
         """Ends the copy for nothing, unless the save goes on to the disk already."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import final
 
 from ckptkit.errors import CheckpointError
@@ -13,6 +12,7 @@ from ckptkit.save.records import SaveTargets
 from ckptkit.save.retention import Retention
 from ckptkit.slots.arena import Arena
 from ckptkit.util.clock import Deadline
+from ckptkit.util.notice import Notice
 
 _LOOK_S = 0.1
 
@@ -27,8 +27,8 @@ class SlotMaker:
         self._outcomes = outcomes
         self._prepared_bytes = 0
         self._worker = machinery.make_worker("ckptkit-arena", waiting_max=4)
-        self._turn = threading.Event()  # the thread may work
-        self._turn.set()
+        self._may_work = True
+        self._notice = Notice()
         self._held: Deadline | None = None
 
     def prepare(self, slot_bytes: int, share_bytes: int, transfer_bytes: int = 0) -> None:
@@ -78,11 +78,13 @@ class SlotMaker:
         GB took a quarter of the processor time from a loss to the next step (bench/LOG.md, 2026-11-23).
         """
         self._held = None if limit_s is None else Deadline(limit_s)
-        self._turn.clear()
+        self._may_work = False
 
     def go_on(self) -> None:
         """Ends `hold`."""
-        self._turn.set()
+        if not self._may_work:
+            self._may_work = True
+            self._notice.give()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until all slots are made; False when `timeout_s` passed first."""
@@ -95,10 +97,10 @@ class SlotMaker:
         return self._worker.close(timeout_s)
 
     def _wait_for_turn(self) -> None:
-        while not self._turn.is_set():
+        while not self._may_work:
             if (held := self._held) is not None and held.passed:
                 return
-            self._turn.wait(_LOOK_S)
+            self._notice.wait_for(lambda: self._may_work, _LOOK_S)
 
     @property
     def _peer_arenas(self) -> tuple[Arena, ...]:

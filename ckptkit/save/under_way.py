@@ -13,6 +13,7 @@ from typing import final
 from ckptkit.model.tiers import DURABLE
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
+from ckptkit.util.notice import Notice
 
 _log = logging.getLogger("ckptkit")
 _LOOK_S = 1.0  # how often it is looked for progress
@@ -20,12 +21,13 @@ _LOOK_S = 1.0  # how often it is looked for progress
 
 @final
 class SavesUnderWay:
-    """The tiers that each save has still to reach, by step. Safe from several threads."""
+    """The tiers that each save has still to reach, by step. Safe from several threads; questions take no lock."""
 
     def __init__(self, written_bytes: Callable[[], int] = lambda: 0):
         """`written_bytes` grows while a tier is written that reports no phases."""
         self._written_bytes = written_bytes
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._notice = Notice()
         self._tiers: dict[int, list[str]] = {}
         self._durable_bytes: dict[int, int] = {}  # of the saves that the durable tier has still to reach
         self._counted_bytes = 0  # had been written when these began to be
@@ -33,7 +35,7 @@ class SavesUnderWay:
 
     def begin(self, step: int, tiers: frozenset[str], *, share_bytes: int = 0) -> None:
         """A save of `step` has begun, that is due in `tiers`; this process writes at most `share_bytes` to each."""
-        with self._changed:
+        with self._lock:
             self._tiers[step] = sorted({*self._tiers.get(step, []), *tiers})
             if DURABLE in tiers:
                 if not self._durable_bytes:
@@ -43,12 +45,12 @@ class SavesUnderWay:
 
     def advance(self) -> None:
         """Some save came further."""
-        with self._changed:
+        with self._lock:
             self._advance()
 
     def end(self, step: int, tier: str | None = None) -> None:
         """A save has reached `tier`, or will not; None: that holds for all its tiers."""
-        with self._changed:
+        with self._lock:
             left = [each for each in self._tiers.pop(step, []) if tier is not None and each != tier]
             if left:
                 self._tiers[step] = left
@@ -59,18 +61,15 @@ class SavesUnderWay:
     def left_bytes(self) -> int:
         """The bytes that this process has still to write to the durable tier, at most: compression and unchanged leaves
         make them less."""
-        with self._changed:
-            return max(0, sum(self._durable_bytes.values()) - self._written_bytes() + self._counted_bytes)
+        return max(0, sum(list(self._durable_bytes.values())) - self._written_bytes() + self._counted_bytes)
 
     def left(self) -> dict[int, list[str]]:
         """The tiers that each save has not reached yet, by step."""
-        with self._changed:
-            return {step: list(tiers) for step, tiers in self._tiers.items()}
+        return dict(self._tiers)
 
     def wait(self, deadline: Deadline) -> bool:
         """Waits until nothing is under way; False where time ran out first."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._tiers, deadline.left_s)
+        return self._notice.wait_for(lambda: not self._tiers, deadline.left_s)
 
     def progress(self) -> tuple[int, int]:
         """Differs from what it was as long as saves advance."""
@@ -78,7 +77,7 @@ class SavesUnderWay:
 
     def _advance(self) -> None:
         self._advances += 1
-        self._changed.notify_all()
+        self._notice.give()
 
 
 @final

@@ -7,7 +7,8 @@ anything else that may differ between processes is asked on process 0; the other
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,9 +93,16 @@ class Decider:
         self._taken_s: dict[str, float] = {}  # by tier, when it last took a step, or one was restored; monotonic
         self.refill(durable_steps)
 
-    def begin(self, call: str) -> None:
-        """The questions from now on are those of this call, which all processes name alike."""
+    @contextmanager
+    def asked_in(self, call: str) -> Iterator[None]:
+        """The questions in the block are those of this call, which all processes name alike. Those after it are again
+        of the call before: a signal handler may save in the middle of a save."""
+        before = self._coordinator.about
         self._coordinator.begin(call)
+        try:
+            yield
+        finally:
+            self._coordinator.begin(before)
 
     def refill(self, durable_steps: Iterable[StepInfo | int]) -> None:
         """The durable tier was looked at afresh: it holds these, in the order in which they were saved."""

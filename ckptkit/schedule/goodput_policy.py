@@ -95,7 +95,8 @@ class GoodputOptimal:
         self._tiers = tuple(tiers)
         self._bounds = bounds or IntervalBounds()
         self._prior_mtbf_s = prior_mtbf_s
-        self._lock = threading.RLock()
+        self._heard: deque[Event] = deque()
+        self._lock = threading.Lock()  # never waited for: a signal handler may save in the middle of `_hear`
         self._costs = SaveCosts(self._tiers)
         self._failures = np.zeros(len(self._tiers))
         self._up_s = 0.0
@@ -115,8 +116,7 @@ class GoodputOptimal:
 
     def interval_s(self, tier: str) -> float:
         """The interval of `tier` at present."""
-        with self._lock:
-            return self._wanted_s[tier]
+        return self._wanted_s[tier]
 
     def _look_back(self, history: Path) -> None:
         """Failures and uptime of the attempts before this one."""
@@ -160,14 +160,22 @@ class GoodputOptimal:
         return max(served, default=len(self._tiers) - 1)
 
     def _hear(self, event: Event) -> None:
+        """The thread that has the lock also handles the events that other threads bring meanwhile."""
+        self._heard.append(event)
         changes: list[tuple[str, float, float, str]] = []
-        with self._lock:
-            if event.kind == Kind.COMMITTED and event.tier in self._saved_at_s:
-                self._saved_at_s[event.tier] = max(0.0, self._age_s() - event.fields["duration_s"])
-            if self._costs.hear(event):
-                changes = self._reconsider()
+        while self._heard and self._lock.acquire(blocking=False):
+            try:
+                while self._heard:
+                    changes += self._changes(self._heard.popleft())
+            finally:
+                self._lock.release()
         for tier, before_s, wanted_s, reason in changes:  # not under the lock: an observer may ask for the interval
             self._events.emit(Kind.INTERVAL, tier=tier, seconds=wanted_s, before=before_s, reason=reason)
+
+    def _changes(self, event: Event) -> list[tuple[str, float, float, str]]:
+        if event.kind == Kind.COMMITTED and event.tier in self._saved_at_s:
+            self._saved_at_s[event.tier] = max(0.0, self._age_s() - event.fields["duration_s"])
+        return self._reconsider() if self._costs.hear(event) else []
 
     def _reconsider(self) -> list[tuple[str, float, float, str]]:
         changes, faster_s = [], 0.0

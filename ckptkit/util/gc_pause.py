@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.RLock()  # a signal handler may save in the middle of a pause's first or last line
-_pauses = 0
+# No lock: a signal handler may save in the middle of a pause's first or last line. Of two pauses that begin and end at
+# the same moment one may be without effect; the collector is enabled after both.
+_pauses: dict[object, None] = {}
 _was_enabled = False  # whether the last pause that ends enables the collector again
 _AGED_MAX = 8  # how often all objects are made old between two full collections
 _aged = (-1, 0)  # the number of full collections, and how often all objects were made old since the last one
@@ -22,20 +22,19 @@ def collection_paused() -> Iterator[None]:
     leaves, nothing of which it may free. For what is over in seconds: the cycles of other threads wait as well.
     Pauses of several threads may overlap.
     """
-    global _pauses, _was_enabled
-    with _lock:
-        _pauses += 1
+    global _was_enabled
+    pause = object()
+    try:
+        _pauses[pause] = None
         if gc.isenabled():
             _was_enabled = True
             gc.disable()
-    try:
         yield
     finally:
-        with _lock:
-            _pauses -= 1
-            if not _pauses and _was_enabled:
-                gc.enable()
-                _was_enabled = False
+        _pauses.pop(pause, None)
+        if not _pauses and _was_enabled:
+            _was_enabled = False  # first: a pause that begins meanwhile sets it again after `enable`
+            gc.enable()
 
 
 @contextmanager
@@ -55,14 +54,13 @@ def old_afterwards() -> Iterator[None]:
 
 def _make_old() -> None:
     global _aged
-    with _lock:
-        full = gc.get_stats()[2]["collections"]
-        times = _aged[1] if _aged[0] == full else 0
-        if times >= _AGED_MAX or not _was_enabled:
-            return
-        if gc.get_freeze_count():  # a caller's frozen objects stay so; to count 200,000 takes 23 ms, so not each time
-            _aged = (full, _AGED_MAX)
-            return
-        _aged = (full, times + 1)
-        gc.freeze()  # moves all objects out of the young generations, and looks at none of them
-        gc.unfreeze()
+    full = gc.get_stats()[2]["collections"]
+    times = _aged[1] if _aged[0] == full else 0
+    if times >= _AGED_MAX or not _was_enabled:
+        return
+    if gc.get_freeze_count():  # a caller's frozen objects stay so; to count 200,000 takes 23 ms, so not each time
+        _aged = (full, _AGED_MAX)
+        return
+    _aged = (full, times + 1)
+    gc.freeze()  # moves all objects out of the young generations, and looks at none of them
+    gc.unfreeze()

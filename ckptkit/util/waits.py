@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import final
 
 from ckptkit.util import clock
 from ckptkit.util.clock import time_text
+from ckptkit.util.notice import Promise
 from ckptkit.util.sizes import size_text
 
 _log = logging.getLogger("ckptkit")
@@ -61,16 +63,23 @@ def told(what: Callable[[], str], *, show: bool = False) -> Iterator[None]:
     With `show`, a terminal or a notebook gets one line instead, after 5 s and twice a second. Cost: a thread for the
     time of the block.
     """
-    ended = threading.Event()
-    watched = show and is_watched()
-    run = _show if watched else _tell
-    thread = threading.Thread(target=run, args=(what, ended), name="ckptkit-waits", daemon=True)
-    thread.start()
+    ended: Promise[None] = Promise()
+    left: Promise[None] = Promise()
+    run = _show if show and is_watched() else _tell
+
+    def tell() -> None:
+        try:
+            run(what, ended)
+        finally:
+            left.set_result(None)
+
+    # Not `threading.Thread`: its `start` holds a lock of all threads, and a signal handler may save in the middle.
+    _thread.start_new_thread(tell, ())
     try:
         yield
     finally:
-        ended.set()
-        thread.join()
+        ended.set_result(None)
+        left.wait()
 
 
 def is_watched() -> bool:
@@ -78,13 +87,13 @@ def is_watched() -> bool:
     return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
 
 
-def _tell(what: Callable[[], str], ended: threading.Event) -> None:
+def _tell(what: Callable[[], str], ended: Promise[None]) -> None:
     begun_s = clock.monotonic_s()
     while not ended.wait(_LOGGED_EVERY_S):
         _log.info("%s (for %s so far)", what(), time_text(clock.monotonic_s() - begun_s))
 
 
-def _show(what: Callable[[], str], ended: threading.Event) -> None:
+def _show(what: Callable[[], str], ended: Promise[None]) -> None:
     if ended.wait(_SHOWN_AFTER_S):
         return
     width = 0

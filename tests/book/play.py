@@ -69,7 +69,7 @@ class _RunCheck:
             self._check_acts(run, answers)
         failures = [each for told in answers for each in told if "failed" in each]
         if how == "failed" and (self._end == "close" or "UNAVAILABLE" not in failures[0]["failed"]):
-            # In a job of which a process is killed, others may see that it is gone before they are killed too.
+            # Where one process is killed, others may raise that it is missing before they are killed too.
             raise Disagreement(f"{failures[0]['failed']}\n{failures[0]['trace']}")
         if how == "closed":
             self._check_outside(run, answers[0][-1]["outside"])

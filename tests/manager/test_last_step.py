@@ -40,7 +40,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_restored_step_in_fast_tiers_alone_is_named_at_close(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The run would end as finished, and a reboot would lose its last step without a word."""
+    """The run would end as finished, and a reboot would lose its last step without a message."""
     with manager_at(home) as manager:
         manager.restore(None)
     (text,) = warned(caplog)

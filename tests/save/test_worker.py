@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_submit_waits_while_the_queue_is_full(worker: Worker, monkeypatch: pytes
     worker.submit(lambda: ran.append(1))
     worker.submit(lambda: ran.append(2))
     settled, submitted = threading.Event(), threading.Event()
-    wait_for = worker._changed.wait_for
+    wait_for = worker._notice.wait_for
 
     def told(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         if not predicate():
@@ -61,7 +62,7 @@ def test_submit_waits_while_the_queue_is_full(worker: Worker, monkeypatch: pytes
         submitted.set()
         settled.set()
 
-    monkeypatch.setattr(worker._changed, "wait_for", told)
+    monkeypatch.setattr(worker, "_notice", SimpleNamespace(wait_for=told, give=worker._notice.give))
     thread = threading.Thread(target=third)
     thread.start()
     assert settled.wait(LONG_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -17,6 +16,7 @@ from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
 from ckptkit.save.protocol import Agree, Ask, Do, Idle, Recall, SideBySide, Sleep, Veto, Wait
 from ckptkit.store import MemoryStore
 from ckptkit.util import clock
+from ckptkit.util.notice import Promise
 from tests.simulation.ages import watch_ages
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.process import Forever, SimProcess, Until
@@ -396,8 +396,8 @@ class SimJob:
                 return meetings.veto(channel, value, decide, about=about, timeout_s=5.0)
             case SideBySide(protocol, act):
                 return _both(protocol, act)
-            case Wait(future, timeout_s):
-                return _result(future, timeout_s)
+            case Wait(promise, timeout_s):
+                return _result(promise, timeout_s)
         raise AssertionError(effect)
 
     def _do(self, task: Task, effect: Do) -> Any:
@@ -434,10 +434,10 @@ def _both(protocol: Any, act: Callable[[], Any]) -> Any:
     return act()
 
 
-def _result(future: Future[Any], timeout_s: float | None) -> Any:
-    if not (yield Until(future.done, timeout_s)):
+def _result(promise: Promise[Any], timeout_s: float | None) -> Any:
+    if not (yield Until(promise.done, timeout_s)):
         raise TimeoutError
-    return future.result()
+    return promise.result()
 
 
 def _shown(book: dict[SaveId, tuple[str, ...]]) -> str:

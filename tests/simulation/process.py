@@ -267,7 +267,7 @@ class SimProcess:
             if any(record.step == step for record in self.branch.records()):
                 raise ValueError(f"step {step} exists")
             turn = yield from self.pipeline.await_turn(due, must_wait=False)
-            ticket = Ticket(name=name, save_id=self.branch.next_save(step))
+            ticket = Ticket(name=name, save_id=self.branch.next_save(name, step))
             handed_over = True
             content = (nonce, self.index)
             items = SaveItems(trees={"content": content}, inline={}, durable={"content": content}, default_item=False)
