@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of_job
 from ckptkit.durable.orbax.monitoring import OrbaxMonitoring
 from ckptkit.durable.signatures import TrustedKey
-from ckptkit.errors import SaveFailedError, StepNotFoundError
+from ckptkit.errors import SaveFailedError
 from ckptkit.events import EventLog, default_log
 from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
@@ -31,7 +31,7 @@ from ckptkit.manager.run_account import RunAccount
 from ckptkit.manager.save import Request, Saver
 from ckptkit.manager.scrub import Scrubber
 from ckptkit.manager.settings import Settings, check_types
-from ckptkit.manager.subclass import Overrides
+from ckptkit.manager.subclass import warn_of_overrides
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import ProcessOptions, SaveOptions
@@ -132,7 +132,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         exit_drain.add(self._pipeline.under_way, processes.close_timeout_s)
         self.inner = self._catalog = Catalog(self._components, self._resumer, self._calls)
         self._closed = False
-        self._overrides = Overrides(self, CheckpointManager)
+        warn_of_overrides(type(self), CheckpointManager)
         self._saved_s: float | None = None  # when the last save began, monotonic
         self._account.opened(jax.process_index(), self._durable.url, self._settings.tiers, self._ledger.steps())
 
@@ -180,8 +180,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         began, step = Began(), saved_step_number(step)
         with (
             self._account.saving(step, self._pipeline.under_way) as account,
-            self._saver.entered(step, self._overrides.own) as call,
-            self._overrides.asking(),
+            self._saver.entered(step) as call,
         ):
             self._resumer.refuse_while_pending("save")
             self._pipeline.outcomes.raise_failure(in_save=True)
@@ -223,7 +222,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Whether `save(step)` would take the step for any tier. All processes ask together, as with `save`."""
         step = step_number(step)
         self._account.called(step, "should_save")
-        return self._saver.is_due(step, self._overrides.own)
+        return self._saver.is_due(step)
 
     def restore(
         self,
@@ -267,11 +266,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             )
         with self._account.restoring(self._resumer.waiting_text):
             with self._calls.entered("restore") as about:
-                step = step_number(
-                    self._overrides.latest_step(self._ledger.latest_step())
-                    if step is None and directory is None
-                    else step
-                )
+                step = step_number(step)
                 self._resumer.refuse_while_pending("restore")
                 known = step if directory is None else None
                 wanted = self._resumer.wanted(known, items, restore_kwargs, args)
@@ -295,7 +290,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         began = Began()
         with self._account.restoring(self._resumer.waiting_text), self._calls.entered("restore") as about:
-            step = step_number(self._overrides.latest_step(self._ledger.latest_step()) if step is None else step)
+            step = step_number(step)
             self._resumer.refuse_while_pending("restore_async")
             wanted = self._resumer.wanted(step, None, None, args)
             key = None if trusted is None else TrustedKey(trusted)
@@ -341,10 +336,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return
         with self._calls.entered("delete") as about:
             self._resumer.refuse_while_pending("delete")
-            step, all_steps = step_number(step), self._overrides.own("all_steps")
-            if all_steps is not None and step in self._ledger.steps() and step not in all_steps():
-                raise StepNotFoundError(f"step {step} is not in all_steps(); it cannot be deleted", step=step)
-        self._catalog.delete(step, about)
+        self._catalog.delete(step_number(step), about)
 
     def item_metadata(self, step: int) -> Any:
         """Orbax's metadata of the items of a step: `metadata(step).item_metadata`."""
@@ -370,9 +362,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         All processes call it once per step; the answer is the same on all. Always False without `jax.distributed`.
         """
-        if not self._overrides.is_asking:
-            self._account.called(step_number(step), "reached_preemption")
-            self._last_saver.pace.asked(clock.monotonic_s())
+        self._account.called(step_number(step), "reached_preemption")
+        self._last_saver.pace.asked(clock.monotonic_s())
         return self._durable.stock.orbax.reached_preemption(step)
 
     def is_saving_in_progress(self) -> bool:
@@ -381,12 +372,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def wait_until_finished(self) -> None:
         """Waits until every save that was taken is in all its tiers; raises `SaveFailedError` if one is not."""
-        if (
-            self._overrides.is_asking
-        ):  # for a subclass: `save` or `close` is accounted, and `save` raises fewer failures
-            self._pipeline.wait()
-            self._pipeline.outcomes.raise_failure(in_save=not self._closed)
-            return
         with self._account.waiting(self._pipeline.under_way):
             self._pipeline.wait()
         self.check_for_errors()
@@ -425,9 +410,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 )
             self._pipeline.wait()
             self._resumer.warn_if_not_durable()
-            if (own_wait := self._overrides.own("wait_until_finished")) is not None:
-                with self._overrides.asking():
-                    own_wait()
 
     @property
     def _stall_s(self) -> float:

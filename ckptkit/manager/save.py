@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -22,7 +22,6 @@ from ckptkit.manager.build import Components
 from ckptkit.manager.opening import abstract_slot_bytes
 from ckptkit.manager.orbax_compat import Spans
 from ckptkit.manager.settings import Settings
-from ckptkit.manager.subclass import Own, nothing_own
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.ledger import OVERTAKEN, StepRecord
@@ -66,11 +65,10 @@ class Request:
 
 @dataclass(slots=True)
 class Call:
-    """One call of `save`. `name` is that of its barriers; `own` finds the methods of a subclass; `handed_over`: the
-    pipeline votes on it; `spans` are for Orbax's logger."""
+    """One call of `save`. `name` is that of its barriers; `handed_over`: the pipeline votes on it; `spans` are for
+    Orbax's logger."""
 
     name: str
-    own: Own = nothing_own
     handed_over: bool = False
     spans: Spans = field(default_factory=Spans)
 
@@ -107,16 +105,15 @@ class Saver:
         self._pinned = settings.saving.staging == PINNED
         self._waits = settings.saving.durable_busy == "wait"
         self._one_caller = threading.RLock()  # a signal handler may save in the middle of a save
-        self._answered: frozenset[str] = frozenset()  # to the last `is_due`
         self._said: set[str] = set()  # items reported as not held by fast tiers
         self._no_files: set[str] = set()  # items whose handlers write what is not made of files alone
 
     @contextmanager
-    def entered(self, step: int, own: Own = nothing_own) -> Iterator[Call]:
+    def entered(self, step: int) -> Iterator[Call]:
         """A call of `save`, from its first line on: where it raises, the other processes drop the save at once. Threads
         take turns."""
         with self._one_caller:
-            call = Call(self._branch.enter(step), own)
+            call = Call(self._branch.enter(step))
             self._pipeline.slots.go_on()  # the step after a restore is done
             try:
                 with self._decider.asked_in(call.name):
@@ -126,15 +123,13 @@ class Saver:
                     self._pipeline.run(self._pipeline.veto(call.name, error))
                 raise
 
-    def is_due(self, step: int, own: Own = nothing_own) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether an un-forced save of `step` would be taken for any tier."""
         self._pipeline.slots.go_on()
-        due: frozenset[str] = frozenset()
         with self._decider.asked_in("asked." + self._branch.enter(step, "should_save")):
-            if self._refusal(step, own, force=False) is None:
-                due = self._due(step, own, force=False, reached=self._reached_preemption(step, own))
-        self._answered = due
-        return bool(due)
+            if self._refusal(step, force=False) is not None:
+                return False
+            return bool(self._due(step, force=False, reached=self._reached_preemption(step)))
 
     def prepare(self, args: Any) -> None:
         """Makes the slots that saves of `args` need. See `CheckpointManager.prepare`."""
@@ -155,18 +150,15 @@ class Saver:
     def take(self, request: Request, call: Call) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""
         step, force = request.step, request.force
-        told = None if force else self._told(step, call)
-        if told is False:
-            return False
-        refusal = self._refusal(step, call.own, force=force or told is not None)
+        refusal = self._refusal(step, force=force)
         if refusal is not None:
             self._events.emit(Kind.SKIPPED, step=step, reason=refusal)
             return False
         if step < 0:
             raise ValueError(f"step {step} cannot be saved: steps are 0 or more")
         self._check_items(request)
-        reached = self._reached_preemption(step, call.own)
-        due = told or self._due(step, call.own, force=force, reached=reached)
+        reached = self._reached_preemption(step)
+        due = self._due(step, force=force, reached=reached)
         if request.last is not None:
             due &= request.last.tiers
         if not due:
@@ -175,8 +167,6 @@ class Saver:
         self._require_json(request)
         metrics, custom_metadata = as_it_is(request.metrics), as_it_is(request.custom_metadata)
         request = replace(request, metrics=metrics, custom_metadata=custom_metadata)
-        if DURABLE in due and (force or self._waits) and (own_wait := call.own("wait_until_finished")) is not None:
-            own_wait()
         if (
             request.last is None
             and self._decider.refusal(step, last=self._ledger.latest_step(), force=False) is not None
@@ -185,7 +175,7 @@ class Saver:
             self._pipeline.run(self._pipeline.settle(Deadline(self._timeout_s)))
         self._pipeline.raise_if_closed()
         there = [record for record in self._branch.records() if record.step == step]
-        if (there and not self._may_repeat(request, there)) or self._only_listed_by(call.own, step):
+        if there and not self._may_repeat(request, there):
             raise StepAlreadyExistsError(
                 f"step {step} exists already in {self._durable.url} or its fast tiers; restore an earlier step, or "
                 f"call delete({step}), before it is saved again"
@@ -224,32 +214,8 @@ class Saver:
         self._pipeline.run(self._pipeline.veto(call.name, CheckpointError(OVERTAKEN)))
         self._events.emit(Kind.SKIPPED, step=step, reason=OVERTAKEN)
 
-    def _told(self, step: int, call: Call) -> frozenset[str] | Literal[False] | None:
-        """The tiers that take `step` as the `should_save` of a subclass decides, False if none; None if it is ours.
-
-        If it asks ours and agrees, the tiers of that answer. Else the policies are left out, as in Orbax.
-        """
-        should_save = call.own("should_save")
-        if should_save is None:
-            return None
-        self._answered = frozenset()
-        if not should_save(step):
-            return False
-        return self._answered or self._decider.due_as_told(step)
-
-    def _refusal(self, step: int, own: Own, *, force: bool) -> str | None:
-        last, exact = self._last(own, force=force)
-        return self._decider.refusal(step, last=last, force=force, exact=exact)
-
-    def _last(self, own: Own, *, force: bool) -> tuple[int | None, bool]:
-        """The latest step, and whether a subclass has answered: a forced save does not ask it."""
-        latest_step = None if force else own("latest_step")
-        return (self._ledger.latest_step(), False) if latest_step is None else (latest_step(), True)
-
-    def _only_listed_by(self, own: Own, step: int) -> bool:
-        """Whether a subclass lists a step that we do not: Orbax then takes it for one that exists."""
-        all_steps = own("all_steps")
-        return all_steps is not None and step in all_steps() and step not in self._ledger.steps()
+    def _refusal(self, step: int, *, force: bool) -> str | None:
+        return self._decider.refusal(step, last=self._ledger.latest_step(), force=force)
 
     def _check_items(self, request: Request) -> None:
         """Raises ValueError for items that would be committed, and that no restore would find."""
@@ -313,19 +279,12 @@ class Saver:
             if by_orbax:
                 self._pipeline.flusher.follow(ticket)
 
-    def _due(self, step: int, own: Own, *, force: bool, reached: bool) -> frozenset[str]:
-        last, exact = self._last(own, force=force)
-        is_saving = self._pipeline.busy
-        if self._options.enable_should_save_is_saving_in_progress_check and not force:
-            own_is_saving = own("is_saving_in_progress")
-            is_saving = is_saving if own_is_saving is None else bool(own_is_saving())
-        return self._decider.due(
-            step, last=last, reached_preemption=reached, force=force, is_saving=is_saving, exact=exact
-        )
+    def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
+        last, is_saving = self._ledger.latest_step(), self._pipeline.busy
+        return self._decider.due(step, last=last, reached_preemption=reached, force=force, is_saving=is_saving)
 
-    def _reached_preemption(self, step: int, own: Own) -> bool:
-        reached_preemption = own("reached_preemption") or self._durable.stock.orbax.reached_preemption
-        return bool(reached_preemption(step))
+    def _reached_preemption(self, step: int) -> bool:
+        return bool(self._durable.stock.orbax.reached_preemption(step))
 
     def _capture(self, request: Request, due: frozenset[str]) -> tuple[_Captured, frozenset[str]]:
         """The content of the save, collected now, and those of the due tiers that can hold it."""

@@ -137,12 +137,12 @@ class Decider:
         behind_from = max(self._durable[-1].step + 1 if self._durable else 0, step - _LOOKED_BACK_STEPS)
         self._durable_owed = any(self._durable_due(each, False, False) for each in range(behind_from, step + 1))
 
-    def refusal(self, step: int, *, last: int | None, force: bool, exact: bool = False) -> str | None:
+    def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
         """The reason why no tier can take `step`, whatever its policy is; None if the policies decide.
 
-        The step that was taken last counts more than `last`, unless that is `exact`: a caller's own answer.
+        The step that was taken last counts more than `last`.
         """
-        last = self._last if self._last is not None and not exact else last
+        last = self._last if self._last is not None else last
         if self._read_only:
             return "the option read_only is set"
         if last is not None and step <= last and not force:
@@ -157,23 +157,17 @@ class Decider:
         reached_preemption: bool,
         force: bool,
         is_saving: bool = False,
-        exact: bool = False,
     ) -> frozenset[str]:
         """The tiers that take `step`; none for a step at or below the last one, unless `force`.
 
-        `is_saving` is whether a save is in flight, as this process sees it. `exact` is that of `refusal`.
+        `is_saving` is whether a save is in flight, as this process sees it.
         """
-        if self.refusal(step, last=last, force=force, exact=exact) is not None:
+        if self.refusal(step, last=last, force=force) is not None:
             return frozenset()
         due = {tier.name for tier in self._tiers} if force else self._fast_due(step)
         if force or self._durable_due(step, reached_preemption, is_saving) or (due and self._durable_owed):
             due.add(DURABLE)
         return frozenset(due)
-
-    def due_as_told(self, step: int) -> frozenset[str]:
-        """The tiers that take `step` if the caller decides in place of Orbax's policies: the durable one, and the fast
-        ones whose policies take it."""
-        return frozenset({*self._fast_due(step), DURABLE})
 
     def taken(self, step: int, due: frozenset[str], metrics: Any = None) -> None:
         """Records that `step` was taken for the tiers of `due`."""
