@@ -297,13 +297,6 @@ def test_save_that_only_does_not_fit_is_not_sent_to_repair() -> None:
     assert "--repair" in said.advice
 
 
-def test_unsigned_steps_are_not_sent_to_repair() -> None:
-    """Every step would be called damaged because nobody has signed it."""
-    event_of = event(Kind.REJECTED, 5, 8, "durable", reason="process 0: UntrustedStepError: it has no signature")
-    (said,) = rules.rejected(logged(*RUN, event_of))
-    assert "nothing is damaged" in said.advice
-
-
 def test_process_that_was_slow_a_few_times_is_not_named() -> None:
     """A host would be replaced for one slow save."""
     times = [*parts({0: 0.1, 1: 0.1}, count=8), *parts({0: 0.1, 1: 3.0}, count=2)]
