@@ -182,8 +182,6 @@ _HEARD = {
     error.__name__: error
     for error in (
         CorruptCheckpointError,
-        UntrustedStepError,
-        SigningKeyError,
         ItemNotFoundError,
         SaveFailedError,
         PeerUnreachableError,
@@ -195,7 +193,7 @@ _HEARD = {
 }
 
 
-Cause = Literal["damaged", "unsuited", "untrusted", "no item"]
+Cause = Literal["damaged", "unsuited", "no item"]
 
 
 class Reason(NamedTuple):
@@ -230,8 +228,8 @@ class Reason(NamedTuple):
 
     @property
     def is_intact(self) -> bool:
-        """Whether another job, or one with another key, restores the save: a repair changes nothing."""
-        return not self.is_damage and not {"unsuited", "untrusted"}.isdisjoint(self.causes)
+        """Whether another job restores the save: a repair changes nothing."""
+        return not self.is_damage and "unsuited" in self.causes
 
 
 def _cause_of(error: BaseException) -> Cause | None:
@@ -239,7 +237,6 @@ def _cause_of(error: BaseException) -> Cause | None:
         return None
     causes: dict[type[Exception], Cause] = {
         UnsuitedSaveError: "unsuited",
-        UntrustedStepError: "untrusted",
         CorruptCheckpointError: "damaged",
         FileNotFoundError: "damaged",
         ItemNotFoundError: "no item",

@@ -300,11 +300,11 @@ def _show_copy(plan: CopyPlan) -> None:
 @JSON
 @TIMEOUT
 def sign(path: str, key: str, dry_run: bool, as_json: bool, timeout_s: float) -> int:
-    """Sign the committed step directory STEP, or a tree of `ckptkit.save`: `verify --key` and `restore(trusted=...)`
-    accept it as it is now, and nothing else.
+    """Sign the committed step directory STEP, or a tree of `ckptkit.save`: `verify --key` accepts it as it is now, and
+    nothing else.
 
-    Every cell is compared with the digest of the save first, and damage is not signed. Every byte is read twice. A job
-    may be running. Needs ckptkit-jax[sign].
+    STEP is verified first, and damage is not signed. Every byte is read twice. A job may be running. Needs
+    ckptkit-jax[sign].
     """
     with leased_sources([path], timeout_s), progress_line() as progress:
         found = sign_step(path, key, dry_run=dry_run, timeout_s=timeout_s, progress=progress)
@@ -319,5 +319,3 @@ def _show_signing(found: Signing) -> None:
         f"{found.path}: save {found.save_id} {verb} by {found.key}: {cells} ({size_text(found.cells[1])}), {files} "
         f"({size_text(found.files[1])})"
     )
-    for name in found.unread:
-        print_line(f"  item {name} is signed as files; a restore with `trusted` does not give it back")

@@ -10,8 +10,8 @@ from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.progress import progress_line
 from ckptkit.cli.text import count_text, print_found, print_line, print_notes, print_part, size_text
-from ckptkit.durable.signatures import TrustedKey
 from ckptkit.upkeep import with_signatures
+from ckptkit.upkeep.signatures import TrustedKey
 from ckptkit.verification import Scrub, StepProof, Treatment, Verification
 from ckptkit.verification import scrub as scrub_root
 from ckptkit.verification import verify as verify_path
@@ -31,11 +31,11 @@ def verify(
 
     PATH is a root, a step directory or an item in one (local, gs:// or s3://), or a fast tier, or a directory in it.
     """
-    trusted = None if key is None else TrustedKey(key)  # a key that cannot be used ends it before anything is read
+    public_key = None if key is None else TrustedKey(key)  # a key that cannot be used ends it before anything is read
     with progress_line() as progress:
         found = verify_path(path, step, step_prefix=step_prefix, timeout_s=timeout_s, progress=progress)
-    if trusted is not None:
-        found = with_signatures(found, trusted, timeout_s=timeout_s)
+    if public_key is not None:
+        found = with_signatures(found, public_key, timeout_s=timeout_s)
     print_found(found, show_verification, as_json)
     findings = [str(finding) for proof in found.steps for finding in proof.findings]
     return exit_with([*found.problems, *findings])

@@ -152,7 +152,7 @@ def save(
         checkpointer.save(root_url(path), args=args.PyTreeSave(tree), force=force, custom_metadata=custom_metadata)
 
 
-def load(path: str | os.PathLike[str], abstract: Any = None, *, trusted: str | os.PathLike[str] | None = None) -> Any:
+def load(path: str | os.PathLike[str], abstract: Any = None) -> Any:
     """The tree at `path`, every cell compared with its digest before it is on a device.
 
     `abstract` has the leaves that are wanted (arrays, `jax.ShapeDtypeStruct` with shardings, numbers), None the tree as
@@ -160,17 +160,10 @@ def load(path: str | os.PathLike[str], abstract: Any = None, *, trusted: str | o
     directory that was saved without digests loads as in stock Orbax; a log line tells that it is not verified.
     All processes of the job call it together.
 
-    `trusted` is the file of a public key: only what its owner signed (`ckptkit sign`) is loaded, every cell compared
-    with the SHA-256 that was signed.
-
     Raises `CorruptCheckpointError` for damage, `TreeMismatchError` with all differences, FileNotFoundError where
     nothing is there, or a manager's step or root (its message has the items), `StoreError` for what cannot be reached.
-    With `trusted`, raises `UntrustedStepError` for what is not signed or not what was signed, and `SigningKeyError` for
-    a key that cannot be used.
     """
     with Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        if trusted is not None:
-            checkpointer._handler.trust(trusted)
         args: Any = ocp.args
         try:
             return checkpointer.restore(root_url(path), args=args.StandardRestore(abstract))

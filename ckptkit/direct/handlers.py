@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import jax
@@ -54,11 +53,6 @@ class _Proving:
                 future.result()
 
         asyncio_utils.run_sync(save())
-
-    def trust(self, key: str | os.PathLike[str]) -> None:
-        """From now on only what the owner of this public key signed is restored; the rest raises
-        `UntrustedStepError`."""
-        self._loader = Loader(key)
 
     def finalize(self, directory: Any) -> None:
         """As Orbax's, on one process, before the directory is committed."""

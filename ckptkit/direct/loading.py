@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass
 from typing import Any, final
 
 from ckptkit.durable.lifecycle.classify import content_of, is_committed, kind_of_item
 from ckptkit.durable.read_step import DurableReader
-from ckptkit.durable.signatures import TrustedKey
-from ckptkit.errors import CorruptCheckpointError, UntrustedStepError
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import Coordinator, ScopedCoordinator, make_coordinator
 from ckptkit.job.vote import act_together
@@ -70,20 +68,17 @@ def _refuse_unfinished(url: str) -> None:
 
 @final
 class Loader:
-    """Loads trees. All processes of the job call `load` together. `trusted`: the file of a public key; only what its
-    owner signed is loaded."""
+    """Loads trees. All processes of the job call `load` together."""
 
-    def __init__(self, trusted: str | os.PathLike[str] | None = None) -> None:
-        self._trusted = trusted
+    def __init__(self) -> None:
         self._coordinator: ScopedCoordinator | None = None
         self._calls = itertools.count()
 
     def load(self, url: str, args: Any) -> Loaded:
         """The tree at `url` as `args` (Orbax's) ask for it, proven; not proven where nobody kept digests.
 
-        Raises `CorruptCheckpointError` on every process where one finds damage, `UntrustedStepError` and
-        `SigningKeyError` with `trusted`, `TreeMismatchError` with all differences, `StoreError` for what cannot be
-        reached.
+        Raises `CorruptCheckpointError` on every process where one finds damage, `TreeMismatchError` with all
+        differences, `StoreError` for what cannot be reached.
         """
         coordinator = self._joined()
         coordinator.begin(f"direct.{next(self._calls)}")
@@ -91,8 +86,7 @@ class Loader:
         request = RestoreRequest(args={item: args}, default_item=None)
 
         def plan() -> Prepared | None:
-            key = None if self._trusted is None else TrustedKey(self._trusted)
-            reader = DurableReader(parent, step=None, item=item, trusted=key)
+            reader = DurableReader(parent, step=None, item=item)
             manifests = tuple(reader.manifests(to_read=True))
             if not manifests:
                 _refuse_unfinished(url)
@@ -125,7 +119,6 @@ def _prepared(
         sources=(Source(tier=DURABLE, manifests=manifests, remote=reader.round_trips),),
         readers=(reader.read,),
         expect=reader.expect,
-        trusted=reader.is_trusted,
     )
     return preparer.prepare(manifests[0].save_id, holdings, preparer.asked(manifests, request))
 
@@ -133,8 +126,7 @@ def _prepared(
 def _together(coordinator: Coordinator, channel: str, act: Any, url: str) -> Any:
     rejection, done = act_together(coordinator, channel, act)
     if rejection is not None:
-        untrusted = "untrusted" in rejection.causes
-        raise (UntrustedStepError if untrusted else CorruptCheckpointError)(
+        raise CorruptCheckpointError(
             f"{url} cannot be loaded: {rejection.text}. Restore it from a copy, or load another checkpoint", path=url
         )
     return done

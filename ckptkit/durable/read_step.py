@@ -39,9 +39,7 @@ from ckptkit.durable.sidecars import (
     under_name,
     wrong_step,
 )
-from ckptkit.durable.signatures import TrustedKey
-from ckptkit.durable.signed_files import signed_files
-from ckptkit.errors import CorruptCheckpointError, UntrustedStepError
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.cells import copy_proven
@@ -52,7 +50,6 @@ from ckptkit.model.paths import ARRAY_METADATAS, COMMIT_MARK, STEP_METADATA
 from ckptkit.store import Store, all_of
 from ckptkit.store.base import checked_key
 from ckptkit.util.gc_pause import collection_paused
-from ckptkit.util.words import command_line
 
 READ_THREADS = 8
 _JOINED_BYTES = 64 << 20  # of a joined record of a large job: it may take as long as so much
@@ -80,15 +77,10 @@ class DurableReader:
         step: int | None,
         item: str | None = None,
         profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
-        trusted: TrustedKey | None = None,
         pace: Pace | None = None,
     ):
         """`step` None: that of its sidecars. `item`: the only item to read, so that the step need not be listed. `pace`
-        is that of several readers together.
-
-        `trusted`: `manifests` are those that the owner of this key has signed, and every cell is compared with them.
-        """
-        self._trusted = trusted
+        is that of several readers together."""
         self._url = step_url.rstrip("/")
         self._step = step
         self._item = item
@@ -110,11 +102,6 @@ class DurableReader:
         """The step's directory."""
         return self._url
 
-    @property
-    def is_trusted(self) -> bool:
-        """Whether nothing is read that the owner of a key has not signed."""
-        return self._trusted is not None
-
     def look_ahead(self, names: Sequence[str] | None = None) -> None:
         """`manifests(to_read=True)` now: what it gives or raises is kept for whoever asks first. `names` are those
         right below the step, where somebody has listed them already."""
@@ -124,25 +111,23 @@ class DurableReader:
         except Exception as error:  # noqa: BLE001  raised to whoever asks
             self._ahead.set_exception(error)
 
-    def manifests(self, *, to_read: bool = False, joined: bool = True) -> list[Manifest]:
+    def manifests(self, *, to_read: bool = False) -> list[Manifest]:
         """The sidecars of every process, all items; empty for a step that stock Orbax wrote. Before cells are read
-        (`to_read`), their places are looked up at the same time. Without `joined` each sidecar's own file is read.
+        (`to_read`), their places are looked up at the same time.
 
         Cost in a bucket: three round trips; for an item of several processes a listing and two reads, and without a
         joined record a read for each process. Raises `CorruptCheckpointError` where one is damaged, or a process's
-        sidecar is missing, or all of an item's; `UntrustedStepError` where the step is not what was signed.
+        sidecar is missing, or all of an item's.
         """
         ahead, self._ahead = self._ahead, None
-        return self._manifests(None, to_read, joined) if ahead is None else ahead.result()
+        return self._manifests(None, to_read) if ahead is None else ahead.result()
 
-    def _manifests(self, names: Sequence[str] | None, to_read: bool, joined: bool = True) -> list[Manifest]:
+    def _manifests(self, names: Sequence[str] | None, to_read: bool) -> list[Manifest]:
         if to_read:
             spread_start(self._profile, self._url)
-        if self._trusted is not None:
-            return self._signed(self._trusted, to_read)
         items = self.item_names() if names is None else _directories(names)
         listed = dict(
-            zip(items, all_of(self._url, [partial(self._listed, item, to_read, joined) for item in items]), strict=True)
+            zip(items, all_of(self._url, [partial(self._listed, item, to_read) for item in items]), strict=True)
         )
         self.without_sidecars = tuple(item for item, sidecars in listed.items() if not sidecars)
         self._require_sidecars(self.without_sidecars)
@@ -157,43 +142,9 @@ class DurableReader:
         }
         return with_file_leaves(self._of_one_step({item: own for item, own in found.items() if own}))
 
-    def _signed(self, key: TrustedKey, to_read: bool) -> list[Manifest]:
-        """The records that were signed, of all items or of the one that is read; nothing else is believed."""
-        alone = self._item is not None and self._is_signed_alone(self._item)
-        url = f"{self._url}/{self._item}" if alone else self._url
-        files = signed_files(url, key, self._profile)
-        found: dict[str, dict[int, Manifest]] = {}
-        for (name, process), data in files.records().items():
-            item = str(self._item) if alone else name
-            if (name == "") == alone and self._item in (None, item):
-                with collection_paused():
-                    manifest = Manifest.from_bytes(data, path=f"{url}: the record of process {process} of item {item}")
-                found.setdefault(item, {})[process] = under_name(manifest, item)
-        steps = {manifest.save_id.step for read in found.values() for manifest in read.values()}
-        if self._step is not None and steps - {self._step}:
-            raise self._untrusted(f"was signed as step {', '.join(map(str, sorted(steps)))}")
-        if not found:
-            raise self._untrusted(
-                f"has no SHA-256 of its cells; sign it with `{command_line('sign', url, '--key', 'FILE')}`"
-            )
-        self.without_sidecars = () if alone or self._item is not None else tuple(sorted(files.items - found.keys()))
-        if to_read and self._ranges is not None:
-            all_of(self._url, [partial(self._ranges.open, item) for item in found])
-        return with_file_leaves(self._of_one_step(found))
-
-    def _is_signed_alone(self, item: str) -> bool:
-        """Whether the signature of an item is its own, as that of a tree that was saved by itself, and not its
-        step's."""
-        keys = (f"{item}/{paths.SIGNATURE}", paths.SIGNATURE)
-        own, of_step = all_of(self._url, [partial(self._store.stat, key) for key in keys])
-        return own is not None or of_step is None
-
-    def _untrusted(self, why: str) -> UntrustedStepError:
-        return UntrustedStepError(f"{self._url} {why}", step=self._step, path=self._url)
-
-    def _listed(self, item: str, to_read: bool, joined: bool) -> dict[int, Manifest | None]:
+    def _listed(self, item: str, to_read: bool) -> dict[int, Manifest | None]:
         """The processes that have a sidecar of the item, which is read while they are listed if there is only one. Of
-        several, all are read at once where they are `joined`."""
+        several, the joined record is read, if there is one."""
 
         def listed() -> list[str]:
             names = self._store.list(f"{item}/{paths.SIDECAR_DIR}")
@@ -208,7 +159,7 @@ class DurableReader:
 
         names, first = all_of(self._url, [listed, read])
         processes = sidecars_among(names)
-        if joined and first is not None and paths.JOINED_SIDECARS.rpartition("/")[2] in names:
+        if first is not None and paths.JOINED_SIDECARS.rpartition("/")[2] in names:
             found = self._joined(item, first)
             if processes == sorted(found):
                 return dict(found)

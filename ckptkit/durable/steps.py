@@ -42,7 +42,6 @@ from ckptkit.durable.orbax.manager import (
 from ckptkit.durable.orbax.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.prune import Pruner, Report
 from ckptkit.durable.read_step import DurableReader, identity_metadata
-from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.write_step import StepWriter, is_writable
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.job.coordination import Coordinator, ScopedCoordinator
@@ -158,11 +157,9 @@ class DurableSteps:
         """Whether our own writer writes what it can; the caller's options may leave every step to Orbax."""
         return not self._orbax_writes
 
-    def reader(self, step: int, trusted: TrustedKey | None = None) -> DurableReader:
-        """A reader of one step, which proves the cells that `proves` chooses; with `trusted` all, as they were
-        signed."""
-        url, pace = self._step_url(step), self._read_pace
-        return DurableReader(url, step=step, profile=self.profile, trusted=trusted, pace=pace)
+    def reader(self, step: int) -> DurableReader:
+        """A reader of one step, which proves every cell that it returns."""
+        return DurableReader(self._step_url(step), step=step, profile=self.profile, pace=self._read_pace)
 
     def save_id(self, step: int) -> SaveId | None:
         """Which save a committed step is; None for one that stock Orbax wrote. Cost: a small read; of a step without a

@@ -14,7 +14,6 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of_job
 from ckptkit.durable.orbax.monitoring import OrbaxMonitoring
-from ckptkit.durable.signatures import TrustedKey
 from ckptkit.errors import SaveFailedError
 from ckptkit.events import EventLog, default_log
 from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
@@ -232,12 +231,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         directory: str | os.PathLike[str] | None = None,
         args: Any = None,
         *,
-        trusted: str | os.PathLike[str] | None = None,
         certified: bool = False,
     ) -> Any:
         """The items of `step`, or (None) of the newest step that every process can have and that verifies completely.
 
-        Every cell (or the part chosen by `verify`) is checked against its digest before anything is placed on a device.
+        Every cell is checked against its digest before anything is placed on a device.
         A step of stock Orbax has no digests and is restored as by stock Orbax. Bytes come from this host's ramdisk,
         then its SSD, then other processes' tiers, then the durable one; with `directory`, from that durable root alone.
         Returns the same as Orbax: the tree of a step saved without names, else a `Composite`. Proven bits are cast
@@ -246,11 +244,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         The run continues from the restored step. If it is not the newest one, a WARNING names the newer steps: the next
         save abandons them. A manager with Orbax's option `read_only` only looks.
-
-        `trusted` is the file of a public key. Only a step that its owner signed (`ckptkit sign`) is restored, from the
-        durable tier alone, and every cell is compared with the signed SHA-256. Other steps are rejected with
-        `UntrustedStepError`; so is an item that only Orbax reads. Raises `SigningKeyError` for a key that cannot be
-        used.
 
         Raises `StepNotFoundError`, `ItemNotFoundError`, `CorruptCheckpointError` for a damaged `step` (with the other
         steps), `NoRestorableStepError` (with every candidate's reason), and `TreeMismatchError` (with all differences).
@@ -262,7 +255,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             raise ValueError("restore(certified=True) chooses the step among this run's: give step=None, no directory")
         if certified:
             return self._resumer.restore_certified(
-                self._calls, lambda each: self.restore(each, items, restore_kwargs, args=args, trusted=trusted)
+                self._calls, lambda each: self.restore(each, items, restore_kwargs, args=args)
             )
         with self._account.restoring(self._resumer.waiting_text):
             with self._calls.entered("restore") as about:
@@ -270,16 +263,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 self._resumer.refuse_while_pending("restore")
                 known = step if directory is None else None
                 wanted = self._resumer.wanted(known, items, restore_kwargs, args)
-                key = None if trusted is None else TrustedKey(trusted)
             if directory is not None:
-                return self._resumer.restore_elsewhere(root_url(directory), step, wanted, began, about, trusted=key)
-            return self._resumer.restore(step, wanted, began, about, trusted=key)
+                return self._resumer.restore_elsewhere(root_url(directory), step, wanted, began, about)
+            return self._resumer.restore(step, wanted, began, about)
 
-    def restore_async(
-        self, step: int | None, args: Any = None, *, trusted: str | os.PathLike[str] | None = None
-    ) -> RestoreHandle:
-        """Begins `restore(step, args=args, trusted=trusted)` in the background, so that the caller compiles its step
-        meanwhile.
+    def restore_async(self, step: int | None, args: Any = None) -> RestoreHandle:
+        """Begins `restore(step, args=args)` in the background, so that the caller compiles its step meanwhile.
 
         Returns a handle at once (after the saves in flight); its `result` returns or raises the same as `restore`. All
         processes call both together. Until `result` has returned or raised, `save`, `restore`, `reload`, `delete` and
@@ -293,8 +282,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             step = step_number(step)
             self._resumer.refuse_while_pending("restore_async")
             wanted = self._resumer.wanted(step, None, None, args)
-            key = None if trusted is None else TrustedKey(trusted)
-        return self._resumer.restore_async(step, wanted, began, about, trusted=key)
+        return self._resumer.restore_async(step, wanted, began, about)
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: a step in flight is listed, a failed one is not.

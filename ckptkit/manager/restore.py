@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.lifecycle.certificates import certified_saves
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
-from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import (
     CheckpointError,
@@ -19,7 +18,6 @@ from ckptkit.errors import (
     ItemNotFoundError,
     NoRestorableStepError,
     StepNotFoundError,
-    UntrustedStepError,
 )
 from ckptkit.manager.build import Components
 from ckptkit.manager.calls import CollectiveCalls
@@ -57,43 +55,30 @@ class Resumer:
         self._pending: RestoreHandle | None = None  # a restore whose result() has not returned yet
         self._spans = Spans()  # of the last restore
 
-    def restore(
-        self, step: int | None, wanted: RestoreRequest, began: Began, about: str, *, trusted: TrustedKey | None = None
-    ) -> Any:
+    def restore(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
         """See `CheckpointManager.restore`. `about` names the call."""
         slots = self._components.pipeline.slots
         slots.hold()
         try:
-            restored = self._restored(step, wanted, about, trusted=trusted)
+            restored = self._restored(step, wanted, about)
         finally:
             slots.hold(_FIRST_STEP_S)
         if wanted.args is None:
             self._components.history.metadata_index.restored_as_saved()
         return self._take_over(restored, began)
 
-    def restore_async(
-        self, step: int | None, wanted: RestoreRequest, began: Began, about: str, *, trusted: TrustedKey | None = None
-    ) -> RestoreHandle:
+    def restore_async(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> RestoreHandle:
         """See `CheckpointManager.restore_async`. `about` names the call."""
         self._components.pipeline.slots.hold()
         self._pending = RestoreHandle(
-            lambda caller: self._restored(step, wanted, about, caller, trusted=trusted),
+            lambda caller: self._restored(step, wanted, about, caller),
             lambda restored: self._take_over(restored, began),
             self._settled,
             lambda: self._account.restoring(self.waiting_text),
         )
         return self._pending
 
-    def restore_elsewhere(
-        self,
-        url: str,
-        step: int | None,
-        wanted: RestoreRequest,
-        began: Began,
-        about: str,
-        *,
-        trusted: TrustedKey | None = None,
-    ) -> Any:
+    def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
         """A restore from the durable root at `url` alone, with this manager's step names and handlers: this run goes on
         from where it was. `about` names the call."""
         options = self._settings.options
@@ -106,17 +91,13 @@ class Resumer:
         )
         with closing(DurableSteps(url, read_only, self._components.job.coordinator)) as durable:
             durable.stock.adopt_handlers(self._components.storage.durable.stock)
-            self._restorer = restorer = self._of_durable(durable, trusted)
-            with self._spans.measured("checkpointer"), _named_untrusted(step, restorer):
+            job = self._components.job
+            inventory = Inventory({}, durable, epoch_records(durable.url, job.events), job.events)
+            self._restorer = restorer = Restorer(inventory, job, self._settings.processes.broadcast)
+            with self._spans.measured("checkpointer"):
                 restored = restorer.restore(step, wanted, about)
         self._components.history.branch.continue_from_elsewhere()
         return self._given(restored, restorer.rejected, began, url)
-
-    def _of_durable(self, durable: DurableSteps, trusted: TrustedKey | None) -> Restorer:
-        """Restores from a durable root alone: no key signs what fast tiers hold."""
-        job = self._components.job
-        inventory = Inventory({}, durable, epoch_records(durable.url, job.events), job.events, trusted=trusted)
-        return Restorer(inventory, job, self._settings.processes.broadcast)
 
     def restore_certified(self, calls: CollectiveCalls, restore: Callable[[int], Any]) -> Any:
         """The result of `restore` for the newest step that a replay came to, as process 0 knows them; a damaged one is
@@ -195,21 +176,13 @@ class Resumer:
             self._components.pipeline.slots.hold(_FIRST_STEP_S)
 
     def _restored(
-        self,
-        step: int | None,
-        wanted: RestoreRequest,
-        about: str,
-        caller: CallerThread | None = None,
-        *,
-        trusted: TrustedKey | None = None,
+        self, step: int | None, wanted: RestoreRequest, about: str, caller: CallerThread | None = None
     ) -> Restored:
         """The result of the restorer. A damaged `step` raises a `CorruptCheckpointError` that names the other steps."""
-        components = self._components
-        own = components.restorer if trusted is None else self._of_durable(components.storage.durable, trusted)
-        self._restorer = restorer = own
-        ledger = components.history.ledger
+        self._restorer = restorer = self._components.restorer
+        ledger = self._components.history.ledger
         try:
-            with self._spans.measured("checkpointer"), _named_untrusted(step, restorer):
+            with self._spans.measured("checkpointer"):
                 return restorer.restore(step, wanted, about, caller=caller)
         except NoRestorableStepError as error:
             if step is None or not any(each.is_damage for each in restorer.rejected):
@@ -310,18 +283,6 @@ class Resumer:
         if restored.default_item:
             return restored.items[DEFAULT_ITEM]
         return ocp.args.Composite(**dict(sorted(restored.items.items())))
-
-
-@contextmanager
-def _named_untrusted(step: int | None, restorer: Restorer) -> Iterator[None]:
-    """A `step` that was asked for, and that no signature proves, raises that."""
-    try:
-        yield
-    except NoRestorableStepError as error:
-        reasons = [each.reason.text for each in restorer.rejected if "untrusted" in each.reason.causes]
-        if step is None or not reasons:
-            raise
-        raise UntrustedStepError("; ".join(reasons), step=step, path=error.path) from None
 
 
 def restore_first(

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.boxes import Box, cells_of, in_rows
-from ckptkit.model.digests import STRONG, copy_digested, digest_like
+from ckptkit.model.digests import copy_digested, digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest
 
 
@@ -85,7 +85,7 @@ def copy_proven(
                 f"{data.nbytes}",
                 path=where,
             )
-        if (found := _arrived(source, data, digest)) != digest:
+        if (found := _arrived(source, data)) != digest:
             raise CorruptCheckpointError(
                 f"{where}: leaf {leaf.name}, cell {cell.start} to {cell.stop} has digest {found}, expected {digest}",
                 path=where,
@@ -95,11 +95,7 @@ def copy_proven(
             into[common.slices(wanted.start)] = block[common.slices(cell.start)]
 
 
-def _arrived(source: np.ndarray, target: np.ndarray, expected: str) -> str:
+def _arrived(source: np.ndarray, target: np.ndarray) -> str:
     """The digest of `target`, which `source` is copied to first where it is other memory. Of the target: a slot may be
     overwritten while it is read."""
-    if source is not target and expected.startswith(STRONG):
-        target[:] = source
-    elif source is not target:
-        return copy_digested(source, target, of_target=True)
-    return digest_like(expected, target)
+    return digest_of(target) if source is target else copy_digested(source, target, of_target=True)

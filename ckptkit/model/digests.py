@@ -1,30 +1,18 @@
-"""Digests of bytes: the fast ones of every cell, the strong ones of signed steps, and copies that are digested."""
+"""Digests of bytes, and copies that are digested."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import numpy as np
 import xxhash
 
 DIGEST_BYTES = 35  # of a cell, in a manifest
-STRONG = "sha256:"  # begins a digest for which nobody can make other bytes: the records of a signed step have these
 
 
 def digest_of(data: Any) -> str:
     """xxh3-128 of a contiguous buffer, in hex. 7 GB/s per core, releases the GIL (FACTS 2)."""
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def strong_digest_of(data: Any) -> str:
-    """SHA-256 of a contiguous buffer, in hex, after `STRONG`. 1 to 2 GB/s per core, releases the GIL."""
-    return STRONG + hashlib.sha256(data).hexdigest()
-
-
-def digest_like(expected: str, data: Any) -> str:
-    """The digest of a contiguous buffer of the kind that `expected` is of."""
-    return strong_digest_of(data) if expected.startswith(STRONG) else digest_of(data)
 
 
 # Bytes are still in a core's cache when they are digested. With smaller pieces threads wait for the interpreter:

@@ -5,8 +5,7 @@
 <durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
 <durable root>/<step>/<item>/_ckptkit/joined.jsonl.z                              the sidecars of all processes
 <durable root>/<step>/<item>/_ckptkit/unchanged-<i>.json                          data files for the next step
-<durable root>/<step>/<item>/_ckptkit/sha256-<i>.json                             the same, in a signed step
-<durable root>/<step>/ckptkit.sig                                                 its signature
+<durable root>/<step>/ckptkit.sig                                                 the signature of a signed step
 <durable root>/_ckptkit/root.json                                                 the random id of the root
 <durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
 <durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
@@ -55,7 +54,6 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what it has not committed 
 
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
 _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
-_SIGNED_RECORD = re.compile(r"sha256-([0-9]{1,6})\.json")
 _EPOCH = re.compile(r"([0-9]{8})(?:\.copy)?\.json")
 _CERTIFICATE = re.compile(r"([0-9]{8})-([0-9]{18})-([0-9]{12})(?:-([0-9a-f]{16}))?")
 _DELETED = re.compile(r"deleted-([0-9]{8})-([0-9]{18})-([0-9]{12})(?:-([0-9a-f]{16}))?")
@@ -142,24 +140,6 @@ def process_of_sidecar(name: str) -> int | None:
 def unchanged_name(process: int) -> str:
     """The file name, next to a sidecar, of the record of the data files that the next step may take over."""
     return f"unchanged-{process}.json"
-
-
-def signed_record_name(process: int) -> str:
-    """The file name, next to a sidecar, of the same record with digests for which nobody can make other bytes."""
-    return f"sha256-{process}.json"
-
-
-def process_of_signed_record(name: str) -> int | None:
-    """The process of such a record's file name; None for any other name."""
-    match = _SIGNED_RECORD.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def is_of_signature(key: str) -> bool:
-    """Whether an object of a step, by its key in the step, is there because the step was signed."""
-    directory, _, name = key.rpartition("/")
-    in_sidecars = directory.rpartition("/")[2] == SIDECAR_DIR
-    return name == SIGNATURE or (in_sidecars and process_of_signed_record(name) is not None)
 
 
 def epoch_name(epoch: int) -> str:

@@ -9,7 +9,6 @@ from typing import Any, final
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.read_step import DurableReader
-from ckptkit.durable.signatures import TrustedKey
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CorruptCheckpointError, Reason
 from ckptkit.events import EventLog, Kind
@@ -44,7 +43,6 @@ class Inventory:
         *,
         client: PeerClient | None = None,
         rank: tuple[int, int] = (0, 1),
-        trusted: TrustedKey | None = None,
     ):
         self.local = LocalTiers(host_dirs, events)
         self.durable = durable
@@ -52,7 +50,6 @@ class Inventory:
         self._rank = rank
         self.epochs = epochs
         self._events = events
-        self._trusted = trusted
         self._ahead: tuple[int, DurableReader] | None = None
 
     def report(self, save: LocalSave, refusal: Reason | None = None) -> list[Any]:
@@ -94,7 +91,7 @@ class Inventory:
         ahead = reader if step == looked_into else None
 
         def open_durable() -> DurableReader:
-            return ahead if ahead is not None else self.durable.reader(step, self._trusted)
+            return ahead if ahead is not None else self.durable.reader(step)
 
         return open_durable
 
@@ -111,7 +108,7 @@ class Inventory:
         self._ahead = None
         others: list[Callable[[], Any]] = []
         if steps and ahead and properties_of(self.durable.url).round_trips:
-            self._ahead = steps[0], self.durable.reader(steps[0], self._trusted)
+            self._ahead = steps[0], self.durable.reader(steps[0])
             others = [partial(self._ahead[1].look_ahead, looked[steps[0]])]
         unseen = sum(each not in self.durable.seen for each in steps)
         return steps, self._names(steps[: max(_AT_ONCE, unseen)], others)

@@ -63,7 +63,6 @@ class Holdings:
     readers: tuple[BoxReader, ...]
     expect: Callable[[Sequence[Wanted]], None] | None = None  # of the last source: told what it will be asked for
     unproven: tuple[str, ...] = ()  # items of the durable step that no manifest describes: only Orbax reads them
-    trusted: bool = False  # only what was signed is given back
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:

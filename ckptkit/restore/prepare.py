@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 from jax.dtypes import canonicalize_dtype
 
-from ckptkit.errors import UnsuitedSaveError, UntrustedStepError
+from ckptkit.errors import UnsuitedSaveError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.job.data.position import joined
 from ckptkit.model.boxes import boxes_by_process
@@ -70,14 +70,7 @@ class Preparer:
         return self.prepare(candidate.save_id, holdings, asked)
 
     def prepare(self, save_id: SaveId, holdings: Holdings, asked: SortedRequest) -> Prepared:
-        """The same for what was sorted out already. Raises `UntrustedStepError` for what a signature cannot prove."""
-        if asked.orbax and holdings.trusted:
-            raise UntrustedStepError(
-                f"only Orbax restores {sorted(asked.orbax)} in this form, and it compares nothing with the signed "
-                "digests; ask for arrays, numbers, JSON and iterators as they were saved",
-                step=save_id.step,
-                path=self._where,
-            )
+        """The same for what was sorted out already."""
         with collection_paused():
             files = {
                 item: stored_files(holdings.manifests, item)

@@ -188,7 +188,6 @@ class SourceSearch:
             readers=(*fast.readers, reader.read),
             expect=reader.expect,
             unproven=_unproven(reader.without_sidecars, (*fast.manifests, *durable)),
-            trusted=reader.is_trusted,
         )
 
 

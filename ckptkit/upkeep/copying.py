@@ -252,7 +252,7 @@ class _Copying:
 
     def _is_copied(self, key: str) -> bool:
         """The mark is written last. A new identity is not what was signed."""
-        return key != paths.COMMIT_MARK and not (self._adoption is not None and paths.is_of_signature(key))
+        return key != paths.COMMIT_MARK and not (self._adoption is not None and key == paths.SIGNATURE)
 
     def _copy(self, key: str) -> None:
         size, digest = copy_object(f"{self._step.source}/{key}", f"{self._place}/{key}")

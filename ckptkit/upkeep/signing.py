@@ -1,46 +1,41 @@
-"""`sign`: a signature over all that a restore of a step believes, and the check of one. See decision 11.
+"""`sign`: a signature over every file of a step, and the check of one. See decision 11.
 
 The digests of a save (xxh3-128) show damage. A person who can write into a step can make other bytes with the same
-ones. So a signature is over SHA-256: of every file, and of every cell, in records next to the sidecars.
+ones. So a signature is over the SHA-256 of every file.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckptkit.durable.read_step import DurableReader
-from ckptkit.durable.signatures import SigningKey, TrustedKey
-from ckptkit.durable.signed_files import is_covered, left_out, read_signature
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, UntrustedStepError
 from ckptkit.inspection.places import Place, is_committed, item_kind, nothing_at
 from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.shares import sidecar_processes
 from ckptkit.model import paths
-from ckptkit.model.boxes import Box
-from ckptkit.model.cells import cell_ranges, digested_cells
-from ckptkit.model.digests import strong_digest_of
-from ckptkit.model.handler_files import is_file, with_file_digests
-from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, described_items
-from ckptkit.store import open_store
+from ckptkit.model.cells import digested_cells
+from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.store import Store, open_store
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.copying import digest_of_object
-from ckptkit.verification.durable import cell_check
-from ckptkit.verification.pool import MEMORY_BYTES_MAX, CellCheck, Limits, check_cells
+from ckptkit.upkeep.signatures import SigningKey, TrustedKey
+from ckptkit.verification.pool import MEMORY_BYTES_MAX
 from ckptkit.verification.records import Finding, StepProof, Verification, VerifyProgress
+from ckptkit.verification.verify import verify
 
+_SHOWN_MAX = 4  # findings in one message
 _THREADS = 8  # that read files: a disk or a bucket answers several reads at once
-_Cell = tuple[int, str, tuple[str, ...], Box]  # manifest, item, leaf, cell
 Progress = Callable[[VerifyProgress], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signing:
-    """A step, or a tree that was saved by itself (`step` None), and what its signature covers. `unread` are the items
-    of which a trusted restore gives nothing back, as only their handlers read them."""
+    """A step, or a tree that was saved by itself (`step` None), and what its signature covers."""
 
     path: str
     step: int | None
@@ -48,14 +43,13 @@ class Signing:
     cells: tuple[int, int]  # count, bytes
     files: tuple[int, int]
     key: str
-    unread: tuple[str, ...] = ()
     done: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
         names = {"path": self.path, "step": self.step, "save_id": asdict(self.save_id), "key": self.key}
         counts = {"cells": self.cells[0], "bytes": self.cells[1], "files": self.files[0], "file_bytes": self.files[1]}
-        return {"format": FORMAT, **names, **counts, "unread": self.unread, "done": self.done}
+        return {"format": FORMAT, **names, **counts, "done": self.done}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +63,11 @@ class _Target:
     def url(self) -> str:
         return self.place.url
 
-    def reader(self, trusted: TrustedKey | None = None) -> DurableReader:
+    def manifests(self) -> list[Manifest]:
         if self.step is not None:
-            return DurableReader(self.url, step=self.step, trusted=trusted)
+            return DurableReader(self.url, step=self.step).manifests()
         parent, _, name = self.url.rpartition("/")
-        return DurableReader(parent, step=None, item=name, trusted=trusted)
-
-    def record_key(self, item: str, process: int) -> str:
-        """Where the record with the strong digests of a sidecar goes."""
-        above = "" if self.step is None else f"{item}/"
-        return f"{above}{paths.SIDECAR_DIR}/{paths.signed_record_name(process)}"
+        return DurableReader(parent, step=None, item=name).manifests()
 
 
 def sign(
@@ -86,40 +75,40 @@ def sign(
 ) -> Signing:
     """Signs the committed step, or the tree that was saved by itself, at `path`, by the private key in the file `key`.
 
-    Every cell is compared with the digest of the save, so that no damage is signed. Then a record with the SHA-256 of
-    the cells is put next to each sidecar, and the signature last: until then the step is not signed. The data is not
-    touched. With `dry_run` nothing is read but metadata, and nothing is written. Cost: every byte is read twice, the
-    cells and the files.
+    The step is verified first, so that no damage is signed. Then its signature is added as a file of its own. The other
+    files are not touched. With `dry_run` nothing is read but metadata, and nothing is written. Cost: every byte is read
+    twice, the cells and the files.
 
     Raises `SigningKeyError` for a key that cannot sign, before anything is read. Raises `StepNotFoundError` where no
     step is, `CheckpointError` for a step without digests, `CorruptCheckpointError` for damage, `StoreError`.
     """
     signing_key = SigningKey(key)
     target = _target(path, timeout_s)
-    reader = target.reader()
-    manifests = reader.manifests(joined=False)  # no damaged one is signed
+    manifests = target.manifests()
     if not manifests:
         why = "has no digests of its cells: ckptkit did not save its arrays. `model_signing` signs its files"
         raise CheckpointError(f"{target.url} {why}", path=target.url)
-    described = described_items(manifests)
-    wanted = list(_cells(manifests))
+    sizes = [stop - start for each in manifests for *_, start, stop, _ in digested_cells(each)]
     found = Signing(
         path=target.url,
         step=target.step,
         save_id=manifests[0].save_id,
-        cells=(len(wanted), sum(size for *_, size, _ in wanted)),
+        cells=(len(sizes), sum(sizes)),
         files=_sizes(target.place),
         key=key,
-        unread=tuple(name for name in reader.without_sidecars if name not in described),
     )
     if dry_run:
         return found
+    memory_bytes_max = max(MEMORY_BYTES_MAX, 2 * max(sizes, default=0))  # so that no cell is left out
+    proof = verify(target.url, memory_bytes_max=memory_bytes_max, timeout_s=timeout_s, progress=progress)
+    if proof.corrupt or not proof.steps:  # without steps: the notes tell that it was replaced while it was read
+        findings = [str(each) for step in proof.steps for each in step.findings] or proof.notes
+        why = f"{target.url} is not intact and is not signed: {'; '.join(findings[:_SHOWN_MAX])}"
+        raise CorruptCheckpointError(why, step=target.step, path=target.url)
     store = open_store(target.url, deadline_s=timeout_s)
-    for item, record in _records(reader, manifests, target, found, progress):
-        store.put(target.record_key(item, record.writer.process), record.to_bytes())
     names = store.list_all("")
     digests = _file_digests(target.url, names)
-    store.put(paths.SIGNATURE, signing_key.sign(target.url, digests, left_out(names)))
+    store.put(paths.SIGNATURE, signing_key.sign(target.url, digests, _left_out(names)))
     return replace(found, files=_sizes(target.place.again()), done=True)
 
 
@@ -146,17 +135,37 @@ def _with_signature(proof: StepProof, key: TrustedKey, timeout_s: float) -> Step
         return replace(proof, state="corrupt", reason=reason, findings=(*proof.findings, finding))
 
 
-def check_signature(path: str, trusted: TrustedKey, *, timeout_s: float = 20.0) -> None:
+def check_signature(path: str, key: TrustedKey, *, timeout_s: float = 20.0) -> None:
     """Raises `UntrustedStepError` unless the step at `path`, or the tree that was saved by itself, is exactly what the
-    owner of the key has signed.
+    owner of the key has signed, and `CorruptCheckpointError` for a step under another number.
 
     Cost: every file is read once. An item of a step is checked with its step. Raises `StoreError`.
     """
     target = _target(path, timeout_s, of_item=True)
     store = open_store(target.url, deadline_s=timeout_s)
-    signature = read_signature(store)
-    trusted.require(target.url, signature, _file_digests(target.url, store.list_all("")))
-    target.reader(trusted).manifests()  # the number of the step, and that no record is missing
+    signature = _signature(store)
+    key.require(target.url, signature, _file_digests(target.url, store.list_all("")))
+    if not target.manifests():  # they have the number of the step, which the directory's name alone does not prove
+        why = "has no digests of its cells, so that `ckptkit sign` did not sign it"
+        raise UntrustedStepError(f"{target.url} {why}", path=target.url)
+
+
+def _signature(store: Store) -> bytes:
+    try:
+        return store.get(paths.SIGNATURE)
+    except FileNotFoundError as error:
+        raise UntrustedStepError(f"{store.url} is not signed: it has no {paths.SIGNATURE}", path=store.url) from error
+
+
+def _is_covered(name: str) -> bool:
+    """Whether a signature covers a file of its directory. It leaves out itself, and the marks of items, which a copy
+    into a bucket adds and no restore reads."""
+    return name != paths.SIGNATURE and not ("/" in name and name.rpartition("/")[2] == paths.COMMIT_MARK)
+
+
+def _left_out(names: Iterable[str]) -> list[str]:
+    """The files that a signature does not cover, as it names them."""
+    return sorted({paths.SIGNATURE, *(name for name in names if not _is_covered(name))})
 
 
 def _target(path: str, timeout_s: float, *, of_item: bool = False) -> _Target:
@@ -184,75 +193,12 @@ def _target(path: str, timeout_s: float, *, of_item: bool = False) -> _Target:
 
 
 def _sizes(place: Place) -> tuple[int, int]:
-    sizes = [size for name, size in place.sizes().items() if is_covered(name)]
+    sizes = [size for name, size in place.sizes().items() if _is_covered(name)]
     return len(sizes), sum(sizes)
 
 
-def _cells(manifests: Sequence[Manifest]) -> Iterator[tuple[_Cell, LeafRecord, int, str]]:
-    """Every cell: its name, its leaf, its bytes, and the digest of the save."""
-    for number, manifest in enumerate(manifests):
-        for item, leaf, _, cell, start, stop, digest in digested_cells(manifest):
-            yield (number, item, leaf.path, cell), leaf, stop - start, digest
-
-
-def _records(
-    reader: DurableReader, manifests: Sequence[Manifest], target: _Target, found: Signing, progress: Progress | None
-) -> Iterator[tuple[str, Manifest]]:
-    """The records to be signed, by item: the sidecars, with SHA-256 instead of the digests of the save."""
-    strong: dict[_Cell, str] = {}
-
-    def check(name: _Cell, leaf: LeafRecord, size_bytes: int, digest: str) -> CellCheck:
-        _, item, _, cell = name
-
-        def keep(data: Any) -> None:
-            strong[name] = strong_digest_of(data)
-
-        return cell_check(reader, target.url, item, leaf, cell, size_bytes, digest, keep)
-
-    largest = max((size for _, _, size, _ in _cells(manifests)), default=0)
-    limits = Limits(memory_bytes_max=max(MEMORY_BYTES_MAX, 2 * largest), progress=progress)
-    checks = (check(*each) for each in _cells(manifests))
-    _, damaged = check_cells(checks, found.cells[1], limits, path=target.url, step=found.save_id.step)
-    if damaged:
-        why = f"{target.url} is damaged and is not signed: {'; '.join(str(each) for each in damaged[:4])}"
-        raise CorruptCheckpointError(why, step=target.step, path=target.url)
-    renewed = [_renewed(number, manifest, strong) for number, manifest in enumerate(manifests)]
-    files = {each.writer.process: with_file_digests(each).inline for each in renewed if _is_of_files(each)}
-    for each in renewed:
-        if not _is_of_files(each):
-            (item,) = each.arrays  # a sidecar is of the item that it lies in
-            yield item, replace(each, inline=files.get(each.writer.process, each.inline))
-
-
-def _renewed(number: int, manifest: Manifest, strong: dict[_Cell, str]) -> Manifest:
-    arrays = {
-        item: tuple(
-            replace(
-                leaf,
-                boxes=tuple(
-                    replace(
-                        record,
-                        digests=tuple(
-                            strong[number, item, leaf.path, cell] for cell, _, _ in cell_ranges(record, leaf)
-                        ),
-                    )
-                    for record in leaf.boxes
-                ),
-            )
-            for leaf in leaves
-        )
-        for item, leaves in manifest.arrays.items()
-    }
-    return replace(manifest, arrays=arrays)
-
-
-def _is_of_files(manifest: Manifest) -> bool:
-    """Whether it is one of those that `manifests` adds for the large files of handlers."""
-    return any(is_file(leaf) for leaves in manifest.arrays.values() for leaf in leaves)
-
-
 def _file_digests(url: str, names: Sequence[str]) -> dict[str, str]:
-    covered = [name for name in names if is_covered(name)]
+    covered = [name for name in names if _is_covered(name)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-sign") as pool:
         found = pool.map(lambda name: digest_of_object(f"{url}/{name}", hashlib.sha256)[1], covered)
         return dict(zip(covered, found, strict=True))

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -299,10 +299,10 @@ def _our_checks(reader: DurableReader, item: Place, manifests: Sequence[Manifest
     for manifest in manifests:
         for name, leaf, _, cell, start, stop, digest in digested_cells(manifest):
             if name == item.name:
-                yield cell_check(reader, item.url, item.name, leaf, cell, stop - start, digest)
+                yield _cell_check(reader, item.url, item.name, leaf, cell, stop - start, digest)
 
 
-def cell_check(
+def _cell_check(
     reader: DurableReader,
     url: str,
     item: str,
@@ -310,14 +310,11 @@ def cell_check(
     cell: Box,
     size_bytes: int,
     digest: str,
-    seen: Callable[[np.ndarray], None] = lambda data: None,
 ) -> CellCheck:
-    """The check of a cell against its digest; `seen` is given its bytes, as flat uint8."""
+    """The check of a cell against its digest."""
 
     def read() -> str:
-        data = np.ascontiguousarray(reader.read_cell(item, leaf, cell)).reshape(-1).view(np.uint8)
-        seen(data)
-        return digest_of(data)
+        return digest_of(np.ascontiguousarray(reader.read_cell(item, leaf, cell)).reshape(-1).view(np.uint8))
 
     return CellCheck(
         path=url,

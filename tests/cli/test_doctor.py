@@ -289,19 +289,12 @@ def test_process_with_slow_spans_is_named(span: str) -> None:
 
 def test_save_that_only_does_not_fit_is_not_sent_to_repair() -> None:
     """A person would repair checkpoints, and put some aside, because a job has another number of processes."""
-    unsuited = event(Kind.REJECTED, 5, 8, "durable", reason="process 0: UnsuitedSaveError: saved by 4 processes")
+    unsuited = event(Kind.REJECTED, 5, 8, "durable", reason="saved by 4 processes", causes=["unsuited"])
     damaged = event(Kind.REJECTED, 6, 8, "ram", reason="CorruptCheckpointError: a cell does not match")
     (said,) = rules.rejected(logged(*RUN, unsuited))
     assert "nothing is damaged" in said.advice
     (said,) = rules.rejected(logged(*RUN, unsuited, damaged))
     assert "--repair" in said.advice
-
-
-def test_unsigned_steps_are_not_sent_to_repair() -> None:
-    """Every step would be called damaged because nobody has signed it."""
-    event_of = event(Kind.REJECTED, 5, 8, "durable", reason="process 0: UntrustedStepError: it has no signature")
-    (said,) = rules.rejected(logged(*RUN, event_of))
-    assert "nothing is damaged" in said.advice
 
 
 def test_process_that_was_slow_a_few_times_is_not_named() -> None:

@@ -16,18 +16,21 @@ args: Any = ocp.args
 
 
 class Counted(ckptkit.CheckpointManager):
-    """Saves each step in a call of its own."""
+    """Notes each step that it is asked to save."""
+
+    saved: tuple[int, ...] = ()
 
     def save(self, step: int, *given: Any, **words: Any) -> bool:
-        self.saved = [*getattr(self, "saved", ()), step]
+        self.saved = (*self.saved, step)
         return super().save(step, *given, **words)
 
 
 def test_overridden_save_is_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A trainer that wraps `save` would lose its own part of it."""
-    with Counted(tmp_path) as manager:
+    manager = Counted(tmp_path)
+    with manager:
         assert manager.save(0, args=args.StandardSave({"w": np.zeros(4)}))
-    assert manager.saved == [0]
+    assert manager.saved == (0,)
     assert not [line for line in caplog.messages if "overrides" in line]
 
 

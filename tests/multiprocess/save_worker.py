@@ -46,7 +46,7 @@ def main() -> None:
     os.environ["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
     worker = Worker(args.dir, process, coordinator, dump)
     acts = [worker.count_a_real_collective, *(partial(worker.save_by, each) for each in STRATEGIES)]
-    for act in [*acts, worker.restore, worker.veto, worker.replicas, worker.policies, worker.trusted]:
+    for act in [*acts, worker.restore, worker.veto, worker.replicas, worker.policies]:
         act()
         (args.dir / f"found-{process}.json").write_text(json.dumps(worker.found))
     jax.distributed.shutdown()
@@ -211,49 +211,6 @@ class Worker:
             steps = manager.all_steps()
         reasons = [event.fields["reason"] for event in self._events[known:] if "reason" in event.fields]
         self.found["policies"] = {"steps": steps, "failures": [each for each in reasons if "leases" in each]}
-
-    def trusted(self) -> None:
-        """Process 0 signs a step. Then all restore it by its key, process 1 by another key, and process 1 by none."""
-        from importlib.util import find_spec
-
-        import orbax.checkpoint as ocp
-        from jax.experimental import multihost_utils
-
-        import ckptkit
-        from ckptkit.upkeep import sign
-
-        if find_spec("model_signing") is None:
-            return
-        args = ocp.args.StandardRestore(make_abstract())  # pyright: ignore[reportCallIssue]
-        own, other = self._root / "own.pub", self._root / "other.pub"
-        raised = []
-        with self.manager("auto", root="signed") as manager:
-            manager.save(20, args=save_args(20))
-            manager.wait_until_finished()
-            if self._process == 0:
-                _write_keys(own)
-                _write_keys(other)
-                sign(str(self._root / "signed" / "20"), str(own.with_suffix(".pem")))
-            multihost_utils.sync_global_devices("signed")
-            restored = manager.restore(20, args=args, trusted=own)
-            for key in (other, self._root / "none.pub"):
-                try:
-                    manager.restore(20, args=args, trusted=key if self._process == 1 else own)
-                except ckptkit.CheckpointError as error:
-                    raised.append([type(error).__name__, str(error)])
-            again = manager.restore(20, args=args, trusted=own)
-        same = [same_here(each, make_state(20)) for each in (restored, again)]
-        self.found["trusted"] = {"restored": same, "raised": raised}
-
-
-def _write_keys(public: Path) -> None:
-    """The file of a public key, and that of its private one next to it."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    public.with_suffix(".pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
 
 
 class _KeepsNewest:

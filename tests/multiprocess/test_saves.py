@@ -133,17 +133,6 @@ def test_process_0_decides_which_steps_are_deleted(found: list[dict[str, Any]]) 
         assert process["policies"] == {"steps": [3], "failures": []}
 
 
-def test_step_signed_by_one_process_is_restored_by_all(found: list[dict[str, Any]]) -> None:
-    """A process with another key, or without, would leave the others waiting, or be given what it must refuse."""
-    pytest.importorskip("model_signing", reason="ckptkit-jax[sign] is not installed")
-    for process in found:
-        assert process["trusted"]["restored"] == [True, True]
-        (other, untrusted), (none, unusable) = process["trusted"]["raised"]
-        assert (other, none) == ("UntrustedStepError", "SigningKeyError")
-        assert "is signed by another key than" in untrusted
-        assert "there is no such public key" in unusable
-
-
 def flip_in(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

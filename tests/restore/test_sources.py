@@ -55,7 +55,7 @@ class Step:
     """A durable step with the sidecars of these saves."""
 
     url, round_trips, read, expect = "root/4", False, staticmethod(never), staticmethod(never)
-    without_sidecars, is_trusted = (), False
+    without_sidecars = ()
 
     def __init__(self, *saves: SaveId):
         self.saves = saves

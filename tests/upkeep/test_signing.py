@@ -1,4 +1,4 @@
-"""Signed steps: what was signed is restored, and every other thing is refused with one sentence that tells why.
+"""Signed steps: what was signed is accepted, and every other thing is refused with one sentence that tells why.
 
 Fault model: somebody can write into the durable root, knows the format, and does not have the private key.
 """
@@ -43,9 +43,11 @@ from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import copy, plan_copy, sign
+from ckptkit.upkeep.signatures import TrustedKey
+from ckptkit.upkeep.signing import check_signature
 from tests.durable.test_split_leaf import HANDLER, make_tree
 from tests.durable.test_write_step import Meeting
-from tests.manager.test_handler_items import StoryRestore, StorySave
+from tests.manager.test_handler_items import StorySave
 
 ARGS: Any = ocp.args
 PAGE = Path(__file__).parents[2] / "docs" / "CLI.md"
@@ -108,73 +110,58 @@ def run(signed_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(signed_run, tmp_path / "run"))
 
 
-def restored(root: Path | str, step: int | None, trusted: str | None) -> tuple[int, float]:
+def restored(root: Path | str, step: int) -> float:
     with ckptkit.CheckpointManager(root, item_names=("state", "note")) as manager:
-        args = ARGS.Composite(state=ARGS.StandardRestore(state(0.0)), note=ARGS.JsonRestore())
-        found = manager.restore(step, args=args, trusted=trusted)
-        assert manager.restored_save_id is not None
+        found = manager.restore(step)
         assert found["note"] == {"value": float(found["state"]["w"][0, 0])}
-        assert len(set(np.asarray(found["state"]["w"]).ravel())) == 1
-        return manager.restored_save_id.step, float(found["state"]["w"][0, 0])
+        return float(found["state"]["w"][0, 0])
 
 
-def test_signed_step_is_restored_and_an_unsigned_one_refused(signed_run: Path, keys: Keys) -> None:
-    """Nothing could be restored with a key, or everything could."""
-    assert restored(signed_run, 2, keys.public) == (2, 2.0)
-    assert restored(signed_run, None, keys.public) == (2, 2.0), "the newest signed step"
-    assert restored(signed_run, None, None) == (3, 3.0)
+def check(path: Path | str, key: str) -> None:
+    check_signature(str(path), TrustedKey(key))
+
+
+def test_signed_step_is_accepted_and_an_unsigned_one_refused(
+    signed_run: Path, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing would be accepted with a key, or everything would."""
+    check(signed_run / "2", keys.public)
+    assert main(["verify", str(signed_run), "--step", "2", "--key", keys.public]) == 0
     with pytest.raises(UntrustedStepError, match=r"run/3 is not signed: it has no ckptkit\.sig"):
-        restored(signed_run, 3, keys.public)
-    with pytest.raises(ckptkit.NoRestorableStepError, match=r"run/2 is signed by another key than .*other\.pub"):
-        restored(signed_run, None, keys.other_public)
+        check(signed_run / "3", keys.public)
+    with pytest.raises(UntrustedStepError, match=r"run/2 is signed by another key than .*other\.pub"):
+        check(signed_run / "2", keys.other_public)
+    capsys.readouterr()
+    assert main(["verify", str(signed_run), "--key", keys.public, "--json"]) == 11
+    states = {each["step"]: each["state"] for each in json.loads(capsys.readouterr().out)["steps"]}
+    assert states == {1: "proven", 2: "proven", 3: "corrupt"}
 
 
-def test_every_way_of_restoring_takes_a_key(signed_run: Path, keys: Keys, tmp_path: Path) -> None:
-    """One of them would give back what nobody signed."""
-    with ckptkit.CheckpointManager(tmp_path / "elsewhere") as manager:
-        found = manager.restore(2, directory=signed_run, trusted=keys.public)
-        assert float(found["state"]["w"][0, 0]) == 2.0
-        with pytest.raises(UntrustedStepError, match="is not signed"):
-            manager.restore(3, directory=signed_run, trusted=keys.public)
-    with ckptkit.CheckpointManager(signed_run) as manager:
-        found = manager.restore_async(1, trusted=keys.public).result()
-        assert float(found["state"]["w"][0, 0]) == 1.0
-        with pytest.raises(UntrustedStepError, match="is not signed"):
-            manager.restore_async(3, trusted=keys.public).result()
-    found = ckptkit.load(signed_run / "2" / "state", trusted=keys.public)
-    assert float(found["w"][0, 0]) == 2.0
-    with pytest.raises(UntrustedStepError, match="is not signed"):
-        ckptkit.load(signed_run / "3" / "state", trusted=keys.public)
-
-
-def test_fast_tiers_are_not_trusted(tmp_path: Path, keys: Keys) -> None:
-    """Nobody signs what is in a ramdisk, and a restore would prefer it."""
+def test_fast_tiers_are_not_trusted(tmp_path: Path, keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody signs what is in a ramdisk."""
     tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), slots=2)]
     with ckptkit.CheckpointManager(tmp_path / "run", tiers=tiers) as manager:
         manager.save(1, args=ARGS.StandardSave(state(1)))
         manager.wait_until_finished()
-        with pytest.raises(UntrustedStepError, match="is not signed"):
-            manager.restore(1, trusted=keys.public)
-        sign(str(tmp_path / "run" / "1"), keys.private)
-        assert float(manager.restore(1, trusted=keys.public)["w"][0, 0]) == 1.0
     assert main(["verify", str(tmp_path / "ram"), "--key", keys.public]) == 11
+    assert "is in a fast tier, and only durable steps are signed" in capsys.readouterr().err
 
 
 def test_tree_saved_by_itself_is_signed_and_may_be_renamed(tmp_path: Path, keys: Keys) -> None:
     """Weights that are handed on are such a directory, and get another name."""
     ckptkit.save(tmp_path / "weights", {**state(5), "name": "text"})
     with pytest.raises(UntrustedStepError, match="weights is not signed"):
-        ckptkit.load(tmp_path / "weights", trusted=keys.public)
+        check(tmp_path / "weights", keys.public)
     assert sign(str(tmp_path / "weights"), keys.private).step is None
     (tmp_path / "weights").rename(tmp_path / "final")
-    found = ckptkit.load(tmp_path / "final", trusted=keys.public)
-    assert (float(found["w"][0, 0]), found["name"]) == (5.0, "text")
     assert main(["verify", str(tmp_path / "final"), "--key", keys.public]) == 0
+    found = ckptkit.load(tmp_path / "final")
+    assert (float(found["w"][0, 0]), found["name"]) == (5.0, "text")
     with pytest.raises(UntrustedStepError, match="signed by another key"):
-        ckptkit.load(tmp_path / "final", trusted=keys.other_public)
+        check(tmp_path / "final", keys.other_public)
     flip(tmp_path / "final")
-    with pytest.raises(CorruptCheckpointError, match="expected sha256:"):
-        ckptkit.load(tmp_path / "final", trusted=keys.public)
+    with pytest.raises(UntrustedStepError, match=r"is not what was signed: changed: \S*d/"):
+        check(tmp_path / "final", keys.public)
 
 
 def flip(step: Path) -> None:
@@ -207,11 +194,10 @@ def reforged(record: bytes) -> bytes:
 
 
 def replaced_by_another_save(step: Path) -> None:
-    """All of the step but what belongs to the signature: digests of the save prove every byte."""
+    """All of the step but the signature: digests of the save prove every byte."""
     other = step.parents[1] / "other"
     write_run(other, 9.0, first=2)
-    for path in (*step.rglob("sha256-*.json"), step / "ckptkit.sig"):
-        shutil.copy(path, other / "2" / path.relative_to(step))
+    shutil.copy(step / "ckptkit.sig", other / "2" / "ckptkit.sig")
     shutil.rmtree(step)
     (other / "2").rename(step)
 
@@ -224,22 +210,19 @@ def renamed_from(number: int) -> Callable[[Path], None]:
     return rename
 
 
-SIDECAR, RECORD = "state/_ckptkit/process-0.json", "state/_ckptkit/sha256-0.json"
+SIDECAR = "state/_ckptkit/process-0.json"
 TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "whole step replaced": (replaced_by_another_save, r"is not what was signed: changed: .*_ckptkit/process-0\.json"),
-    "another signed step": (renamed_from(1), r"2 was signed as step 1"),
+    "another signed step": (renamed_from(1), r"2/state has sidecars of step 1, found in step 2"),
     "sidecar": (
         lambda step: write(step / SIDECAR, reforged),
         r"is not what was signed: changed: state/_ckptkit/process-0\.json",
     ),
-    "record": (
-        lambda step: write(step / RECORD, reforged),
-        r"is not what was signed: changed: state/_ckptkit/sha256-0\.json",
+    "sidecar missing": (
+        lambda step: (step / SIDECAR).unlink(),
+        r"is not what was signed: missing: state/_ckptkit/process-0\.json",
     ),
-    "record missing": (
-        lambda step: (step / RECORD).unlink(),
-        r"is not what was signed: missing: state/_ckptkit/sha256-0\.json",
-    ),
+    "cell": (flip, r"is not what was signed: changed: state/d/"),
     "file added": (lambda step: (step / "state" / "x").write_text("x"), r"not what was signed: added: state/x"),
     "data file added": (lambda step: (step / "state/d/x").write_text("x"), r"not what was signed: added: state/d/x"),
     "item added": (
@@ -303,49 +286,42 @@ def forged(body: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", TAMPERED)
 def test_tampered_step_is_refused(name: str, run: Path, keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes of somebody else would be restored as the signed ones."""
+    """Bytes of somebody else would be used as the signed ones."""
     tamper, said = TAMPERED[name]
     tamper(run / "2")
-    with pytest.raises(UntrustedStepError, match=said):
-        restored(run, 2, keys.public)
+    with pytest.raises(CorruptCheckpointError, match=said):
+        check(run / "2", keys.public)
     assert main(["verify", str(run), "--step", "2", "--key", keys.public]) == 11
     assert re.search(said, capsys.readouterr().err.replace("\n", " "))
-    assert restored(run, None, keys.public) == (1, 1.0), "the newest step that is what was signed"
 
 
-def test_step_replaced_by_another_save_is_restored_only_without_a_key(run: Path, keys: Keys) -> None:
+def test_step_replaced_by_another_save_is_corrupt_only_with_a_key(run: Path) -> None:
     """The test above would pass for a step that is damaged anyway."""
     replaced_by_another_save(run / "2")
-    assert restored(run, 2, None) == (2, 9.0)
+    assert restored(run, 2) == 9.0
     assert main(["verify", str(run), "--step", "2"]) == 0
 
 
-def test_changed_cell_is_found_by_its_sha256(run: Path, keys: Keys) -> None:
-    """Data files are not read twice: their cells are what a restore compares."""
-    flip(run / "2")
-    with pytest.raises(
-        CorruptCheckpointError, match=r"cell \(0, 0\) to \(64, 8\) has digest sha256:.*expected sha256:"
-    ):
-        restored(run, 2, keys.public)
-    assert main(["verify", str(run), "--step", "2", "--key", keys.public]) == 11
-
-
-def test_cells_with_the_same_fast_digest_are_told_apart(run: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other bytes with the same xxh3 can be made; a restore that compared these would take them."""
+def test_cells_with_the_same_fast_digest_are_told_apart(
+    run: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other bytes with the same xxh3 can be made; a signature over these digests would accept them."""
     flip(run / "2")
     sidecar = Manifest.from_bytes((run / "2" / SIDECAR).read_bytes(), path="x")
-    whole = {box.digests[0] for leaf in sidecar.arrays["state"] for box in leaf.boxes if leaf.name == "w"}
-    monkeypatch.setattr("ckptkit.model.cells.copy_digested", lambda *_, **__: next(iter(whole)))
+    (whole,) = {box.digests[0] for leaf in sidecar.arrays["state"] for box in leaf.boxes if leaf.name == "w"}
     real = digest_of
 
     def collides(data: Any) -> str:
-        return next(iter(whole)) if len(memoryview(data).cast("B")) == 64 * 8 * 4 else real(bytes(data))
+        return whole if len(memoryview(data).cast("B")) == 64 * 8 * 4 else real(bytes(data))
 
-    monkeypatch.setattr("ckptkit.model.digests.digest_of", collides)
+    monkeypatch.setattr("ckptkit.model.cells.copy_digested", lambda *_, **__: whole)
+    for module in ("ckptkit.model.cells", "ckptkit.verification.durable"):
+        monkeypatch.setattr(f"{module}.digest_of", collides)
     with ckptkit.CheckpointManager(run) as manager:
         assert len(set(np.asarray(manager.restore(2)["state"]["w"]).ravel())) == 2, "the attack works"
-        with pytest.raises(CorruptCheckpointError, match="expected sha256:"):
-            manager.restore(2, trusted=keys.public)
+    assert main(["verify", str(run), "--step", "2"]) == 0
+    assert main(["verify", str(run), "--step", "2", "--key", keys.public]) == 11
+    assert "is not what was signed: changed: state/d/" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -368,9 +344,7 @@ def test_unusable_key_is_named_before_anything_is_read(
     with pytest.raises(SigningKeyError, match=said.format(kind="private")):
         sign(str(tmp_path / "no step"), private)
     with pytest.raises(SigningKeyError, match=said.format(kind="public")):
-        restored(signed_run, 2, public)
-    with pytest.raises(SigningKeyError, match=said.format(kind="public")):
-        ckptkit.load(signed_run / "2" / "state", trusted=public)
+        TrustedKey(public)
     assert main(["sign", str(signed_run / "3"), "--key", private]) == 1
     assert main(["verify", str(signed_run), "--key", public]) == 1
     assert "internal error" not in capsys.readouterr().err
@@ -383,8 +357,9 @@ def test_missing_package_is_named(signed_run: Path, keys: Keys, monkeypatch: pyt
     with pytest.raises(SigningKeyError, match=said):
         sign(str(signed_run / "3"), keys.private)
     with pytest.raises(SigningKeyError, match=said):
-        restored(signed_run, 2, keys.public)
-    assert restored(signed_run, 2, None) == (2, 2.0)
+        TrustedKey(keys.public)
+    assert main(["verify", str(signed_run), "--key", keys.public]) == 1
+    assert restored(signed_run, 2) == 2.0
 
 
 def test_the_package_itself_accepts_a_signed_step(run: Path, keys: Keys) -> None:
@@ -415,7 +390,7 @@ def test_stock_orbax_restores_a_signed_step(signed_run: Path) -> None:
 def test_damaged_step_is_not_signed(run: Path, keys: Keys) -> None:
     """A signature would confirm the damage."""
     flip(run / "3")
-    with pytest.raises(CorruptCheckpointError, match=r"is damaged and is not signed: .*leaf state:w"):
+    with pytest.raises(CorruptCheckpointError, match=r"is not intact and is not signed: .*leaf state:w"):
         sign(str(run / "3"), keys.private)
     assert not (run / "3" / "ckptkit.sig").exists()
 
@@ -424,7 +399,9 @@ def test_step_is_signed_again_by_another_key(run: Path, keys: Keys) -> None:
     """A key that was lost could never be replaced."""
     before = {path: path.read_bytes() for path in (run / "2").rglob("*") if path.is_file()}
     sign(str(run / "2"), keys.other_private)
-    assert restored(run, 2, keys.other_public) == (2, 2.0)
+    check(run / "2", keys.other_public)
+    with pytest.raises(UntrustedStepError, match="signed by another key"):
+        check(run / "2", keys.public)
     changed = [path.name for path, data in before.items() if path.read_bytes() != data]
     assert changed == ["ckptkit.sig"]
 
@@ -439,44 +416,42 @@ def test_step_is_signed_again_by_another_key(run: Path, keys: Keys) -> None:
     ],
 )
 def test_what_is_no_step_is_not_signed(where: str, error: type[Exception], said: str, run: Path, keys: Keys) -> None:
-    """A signature would cover nothing that a restore can compare."""
+    """The step number would be in nothing that is signed."""
     with ocp.CheckpointManager(run / "stock") as stock:
         stock.save(1, args=ARGS.StandardSave({"w": jnp.ones(4)}))
     with pytest.raises(error, match=said):
         sign(f"{run}/{where}", keys.private)
 
 
-def test_item_that_only_orbax_reads_is_refused(run: Path, keys: Keys) -> None:
-    """Orbax reads files again, and compares nothing."""
-    with ckptkit.CheckpointManager(run) as manager:
-        args = ARGS.Composite(state=ARGS.StandardRestore(state(0), fallback_sharding=None, strict=False))
-        with pytest.raises(UntrustedStepError, match=r"only Orbax restores \['state'\] in this form"):
-            manager.restore(2, args=args, trusted=keys.public)
+def test_step_without_digests_is_refused_although_its_files_are_signed(tmp_path: Path, keys: Keys) -> None:
+    """Nothing signed has its number, so a renamed step would be accepted."""
+    from model_signing import signing
+
+    with ocp.CheckpointManager(tmp_path / "stock") as stock:
+        stock.save(1, args=ARGS.StandardSave({"w": jnp.ones(4)}))
+    step = tmp_path / "stock" / "1"
+    (step / "default/commit_success.txt").unlink(missing_ok=True)  # no signature of ours covers it
+    config = signing.Config().use_elliptic_key_signer(private_key=keys.private)
+    config.sign(step, step / "ckptkit.sig")
+    with pytest.raises(UntrustedStepError, match="has no digests of its cells"):
+        check(step, keys.public)
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_files_of_a_handler_are_restored_as_they_were_signed(
-    large: bool, tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+def test_files_of_a_handler_are_signed(
+    large: bool, tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their digests are in the records of other items."""
+    """A restore would give back what somebody else wrote into one of them."""
     if large:
         monkeypatch.setattr("ckptkit.manager.save.INLINE_BYTES_MAX", 3)
-    monkeypatch.setattr("ckptkit.durable.signed_files._LARGE_BYTES", 4)
     with ckptkit.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, args=ARGS.Composite(state=ARGS.StandardSave(state(1)), story=StorySave("once upon a time")))
         manager.wait_until_finished()
     sign(str(tmp_path / "run" / "1"), keys.private)
-    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
-        args = ARGS.Composite(story=StoryRestore())
-        assert manager.restore(1, args=args, trusted=keys.public)["story"] == "once upon a time"
-        text = tmp_path / "run" / "1" / "story" / "notes" / "one.txt"
-        text.write_text("once upon a tide")
-        if large:
-            with pytest.raises(CorruptCheckpointError, match="expected sha256:"):
-                manager.restore(1, args=args, trusted=keys.public)
-        else:  # the manifest has it
-            assert manager.restore(1, args=args, trusted=keys.public)["story"] == "once upon a time"
+    assert main(["verify", str(tmp_path / "run"), "--key", keys.public]) == 0
+    (tmp_path / "run" / "1" / "story" / "notes" / "one.txt").write_text("once upon a tide")
     assert main(["verify", str(tmp_path / "run"), "--key", keys.public]) == 11
+    assert "is not what was signed: changed: story/notes/one.txt" in capsys.readouterr().err
 
 
 def test_step_of_two_processes_is_signed_whole(tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,12 +471,14 @@ def test_step_of_two_processes_is_signed_whole(tmp_path: Path, keys: Keys, monke
         thread.join(120)
     step = tmp_path / "run" / "5"
     sign(str(step), keys.private)
-    assert len(list(step.rglob("sha256-*.json"))) == 2
-    found = ckptkit.load(step / "default", {"w": np.zeros((61, 6), np.float32)}, trusted=keys.public)["w"]
-    assert (np.asarray(found) == value).all()
-    (step / "default/_ckptkit/sha256-1.json").unlink()
-    with pytest.raises(UntrustedStepError, match=r"missing: default/_ckptkit/sha256-1\.json"):
-        ckptkit.load(step / "default", trusted=keys.public)
+    check(step, keys.public)
+    record = step / "default/_ckptkit/process-1.json"
+    write(record, lambda data: data + b" ")
+    with pytest.raises(UntrustedStepError, match=r"changed: default/_ckptkit/process-1\.json"):
+        check(step, keys.public)
+    record.unlink()
+    with pytest.raises(UntrustedStepError, match=r"missing: default/_ckptkit/process-1\.json"):
+        check(step, keys.public)
 
 
 def test_copy_of_a_signed_step_stays_signed(run: Path, keys: Keys, tmp_path: Path, server: BucketServer) -> None:
@@ -509,17 +486,16 @@ def test_copy_of_a_signed_step_stays_signed(run: Path, keys: Keys, tmp_path: Pat
     del server
     bucket, back = "gs://runs/run", tmp_path / "back"
     copy(plan_copy(str(run), bucket))
-    assert restored(bucket, None, keys.public) == (2, 2.0)
     assert main(["verify", f"{bucket}/2", "--key", keys.public]) == 0
     assert main(["verify", f"{bucket}/3", "--key", keys.public]) == 11
     copy(plan_copy(bucket, str(back)))
-    assert restored(back, 2, keys.public) == (2, 2.0)
+    check(back / "2", keys.public)
     sign(f"{bucket}/3", keys.private)
-    assert restored(bucket, None, keys.public) == (3, 3.0)
+    check(f"{bucket}/3", keys.public)
     store = open_store(bucket)
-    record = store.get(f"3/{RECORD}")
-    store.put(f"3/{RECORD}", record.replace(b"sha256:", b"sha256:0", 1))
-    assert restored(bucket, None, keys.public) == (2, 2.0)
+    store.put(f"3/{SIDECAR}", reforged(store.get(f"3/{SIDECAR}")))
+    with pytest.raises(UntrustedStepError, match=r"changed: state/_ckptkit/process-0\.json"):
+        check(f"{bucket}/3", keys.public)
 
 
 def test_step_of_another_run_loses_its_signature(run: Path, keys: Keys, tmp_path: Path) -> None:
@@ -528,12 +504,10 @@ def test_step_of_another_run_loses_its_signature(run: Path, keys: Keys, tmp_path
     plan = plan_copy(str(run / "2"), str(tmp_path / "own"), adopted="newest")
     assert plan.notes[0] == f"{tmp_path / 'own' / '2'} is not signed: it has a new identity; sign it again"
     copy(plan)
-    left = [path.name for path in (tmp_path / "own" / "2").rglob("*")]
-    assert not [name for name in left if name.startswith("sha256-") or name.endswith(".sig")]
     with pytest.raises(UntrustedStepError, match="is not signed"):
-        restored(tmp_path / "own", 2, keys.public)
+        check(tmp_path / "own" / "2", keys.public)
     sign(str(tmp_path / "own" / "2"), keys.private)
-    assert restored(tmp_path / "own", 2, keys.public) == (2, 2.0)
+    check(tmp_path / "own" / "2", keys.public)
 
 
 def test_commands_on_the_page_make_keys_and_sign(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

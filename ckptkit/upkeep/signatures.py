@@ -61,11 +61,8 @@ class TrustedKey:
         self._lock = threading.Lock()
 
     def require(self, where: str, signature: bytes, found: Mapping[str, str]) -> None:
-        """Raises `UntrustedStepError` unless `signature` is by this key, over exactly these files with these digests.
-
-        `found` may have the digests of `claimed` for some files: they are proven too once this returns.
-        """
-        signed = claimed(where, signature)
+        """Raises `UntrustedStepError` unless `signature` is by this key, over exactly these files and digests."""
+        signed = _claimed(where, signature)
         known = _Known(self._library, where, found, ())
         with tempfile.TemporaryDirectory(prefix="ckptkit-sign-") as directory, self._lock:
             file = Path(directory, "signature")
@@ -89,8 +86,8 @@ class TrustedKey:
         return UntrustedStepError(f"{where} {why}", path=where)
 
 
-def claimed(where: str, signature: bytes) -> dict[str, str]:
-    """The SHA-256 of each file as a signature has it. Nobody has proven it yet: `TrustedKey.require`.
+def _claimed(where: str, signature: bytes) -> dict[str, str]:
+    """The SHA-256 of each file as a signature has it, not proven yet.
 
     Raises `UntrustedStepError` for what is not a signature, and for one over other digests.
     """
