@@ -23,7 +23,7 @@ from bench.durable import FakeBucket
 from bench.environment import environment, store_result
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 
-RATIO_MAX = 1.10  # of the faster side's time: what the choice of the cost model may cost
+RATIO_MAX = 1.10  # of the faster side's time: what the choice of `auto` may cost
 BYTES_MAX = 1.005  # of the state: 1.00 to two digits
 _WIDTH = 150
 _COLUMNS = ("read", "broadcast", "auto", "orbax", "orbax_broadcast")
@@ -101,7 +101,7 @@ def measure(replicas: int, megabytes: float, rates: tuple[float, ...], repeats: 
 
 
 def judge(result: Mapping[str, Any], replicas: int) -> dict[str, Any]:
-    """The bars: bytes of the storage, dtypes, and the choice of the cost model at each rate."""
+    """The bars: bytes of the storage, dtypes, and the choice of `auto` at each rate."""
     size, bars = result["state_bytes"], dict[str, Any]()
     every = list(result["samples"].values())
     for name in _COLUMNS:
@@ -120,7 +120,7 @@ def judge(result: Mapping[str, Any], replicas: int) -> dict[str, Any]:
             "chosen": chosen,
             "ratio": worst,
             "met": worst <= RATIO_MAX,
-            "auto_ratio": seconds["auto"] / faster_s,  # what measuring and choosing cost, too: no bar
+            "auto_ratio": seconds["auto"] / faster_s,  # as it ran: no bar
         }
     return bars
 

@@ -252,7 +252,7 @@ def _choices(result: Mapping[str, Any]) -> Iterable[Row]:
                 benchmark="broadcast",
                 case=f"{count} replicas, {rate} MB/s",
                 figure="choice_ratio",
-                meaning="seconds of the side that the cost model chose, over those of the faster one",
+                meaning="seconds of the side that `auto` chose, over those of the faster one",
                 ours=found["bars"][f"choice_at_{rate}"]["ratio"],
                 limit=1.1,
                 samples=len(rounds["auto"]),

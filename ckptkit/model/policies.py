@@ -19,9 +19,12 @@ class BroadcastOptions:
     """How a restore of several processes gets what data replicas have in common and only the durable tier holds.
 
     Each box is read by one of the processes that want it, and sent to the others by a collective over the devices. So
-    the storage serves each byte once, not once for each replica. `auto` does so if the rates that the restore itself
-    measures show that it is faster (`choose`). `always` does so whenever replicas share boxes. With `never` each
-    process reads for itself. All processes must give the same value.
+    the storage serves each byte once, not once for each replica. `auto` does so if the durable tier is a bucket and a
+    process wants at least 64 MB that other replicas want too, except in `restore_async`. `always` does so whenever
+    replicas share boxes. With `never` each process reads for itself. All processes must give the same value.
+
+    64 MB is the smallest measured state that two replicas share in no more time than each reads it, from a bucket that
+    gives both together 400 MB/s (`bench/LOG.md`, 2026-11-28). From a slower one, or for more replicas, it is faster.
 
     `device_bytes` bounds the device memory of one process for the transfer, over all its devices. `host_bytes` bounds
     its host memory, apart from the restored arrays and the durable tier's read-ahead

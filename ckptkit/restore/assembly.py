@@ -44,11 +44,6 @@ class Assembly:
         with self._lock:
             return {key: list(missing) for key, missing in self._missing.items() if missing}
 
-    def missing_bytes(self) -> int:
-        """Their bytes."""
-        sizes = [(np.dtype(self._targets[key].form.dtype).itemsize, boxes) for key, boxes in self.missing().items()]
-        return sum(itemsize * box.size for itemsize, boxes in sizes for box in boxes)
-
     def piece(self, piece: Piece) -> np.ndarray:
         """Memory for a piece that comes in parts."""
         return empty_block(piece.box.shape, np.dtype(self._targets[piece.key].form.dtype))

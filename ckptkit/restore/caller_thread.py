@@ -111,25 +111,21 @@ class CallerThread:
         self._changed.notify_all()
 
 
-def all_come(caller: CallerThread, left: Callable[[], bool], coordinator: Coordinator) -> str | None:
+def all_come(caller: CallerThread, coordinator: Coordinator) -> str | None:
     """Waits until the callers of all processes have arrived, and holds them; or returns the reason for not waiting.
 
-    It does not wait if one process ended, or if nothing is `left` for any process. Nor does it if one arrives the
-    coordinator's `timeout_s` later than the first: that one may wait for something that the first does after the
-    restore. The result is the same on all processes.
+    It does not wait if one process ended, or if one arrives the coordinator's `timeout_s` later than the first: that
+    one may wait for something that the first does after the restore. The result is the same on all processes.
     """
     timeout_s = coordinator.timeout_s
     first: list[Deadline] = []  # on process 0, since somebody has come
 
-    def verdict(said: list[list[Any]]) -> list[Any]:
-        words = [word for word, _ in said]
+    def verdict(words: list[str]) -> list[Any]:
         late = [str(process) for process, word in enumerate(words) if word == "later"]
         if "gone" in words:
             return [False, f"process {words.index('gone')} gave the restore up"]
         if not late:
             return [False, None]
-        if not any(is_left for _, is_left in said):
-            return [False, "all was read before every process called result"]
         if "here" in words and not first:
             first.append(Deadline(timeout_s))
         if first and first[0].passed:
@@ -137,8 +133,8 @@ def all_come(caller: CallerThread, left: Callable[[], bool], coordinator: Coordi
         return [True, None]
 
     while True:
-        said = [caller.come(min(_LOOK_S, timeout_s / 4)), left()]
-        waits, why = coordinator.agree("broadcast-callers", said, verdict)
+        word = caller.come(min(_LOOK_S, timeout_s / 4))
+        waits, why = coordinator.agree("broadcast-callers", word, verdict)
         if waits or why is not None:
             caller.release()
         if not waits:

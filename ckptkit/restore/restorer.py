@@ -29,8 +29,7 @@ from ckptkit.model.manifest import SaveId, itemsize_of
 from ckptkit.model.policies import BroadcastOptions
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore import host_values
-from ckptkit.restore.broadcast.coordinator import Broadcaster
-from ckptkit.restore.broadcast.cost_model import BroadcastChoice
+from ckptkit.restore.broadcast.coordinator import BroadcastChoice, Broadcaster
 from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.execute import LocalRead, Shared, Verified
@@ -42,6 +41,7 @@ from ckptkit.restore.prepare import Prepared, Preparer, only_by_orbax
 from ckptkit.restore.request import RestoreRequest
 from ckptkit.restore.sources import PeerShares, SourceSearch, Why
 from ckptkit.restore.tree import Target
+from ckptkit.store.backends import properties_of
 from ckptkit.util import clock
 from ckptkit.util.gc_pause import old_afterwards
 from ckptkit.util.pages import PAGE_BYTES
@@ -111,7 +111,8 @@ class Restorer:
         self._begun_s = 0.0
         self._events = job.events
         self._reading = LocalRead(inventory.durable, job.events)
-        self._broadcaster = Broadcaster(broadcast, self._reading, replace(job, coordinator=coordinator))
+        job, is_remote = replace(job, coordinator=coordinator), properties_of(self._url).round_trips
+        self._broadcaster = Broadcaster(broadcast, self._reading, job, is_remote=is_remote)
 
     def restore(
         self, step: int | None, wanted: RestoreRequest, about: str, *, caller: CallerThread | None = None

@@ -14,11 +14,13 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 LIMIT_S = 240.0
 LARGE = (8, 1024, 256)  # leaves of float32: 8 MB, several rounds of the smallest budget
+LARGE_BYTES = math.prod(LARGE) * 4
 SMALLEST = 1 << 20
 ROWS, ROWS_OF_A_CELL = (1003, 256), 64
 
@@ -41,9 +43,8 @@ def main() -> None:
         job.rows_of_one_leaf,
         job.replicas_inside_a_process,
         job.nothing_in_common,
-        job.too_small,
+        job.chosen_by_size,
         job.in_the_background,
-        job.the_result_is_wanted_late,
         job.the_result_is_never_wanted,
         job.damage_on_the_way,
         job.a_read_that_fails_once,
@@ -198,9 +199,19 @@ class Job:
         self.save("one", state)
         self.restore("one", "one", state)
 
-    def too_small(self) -> None:
-        """The cost model need not measure to see that it is not worth it."""
+    def chosen_by_size(self) -> None:
+        """`auto`: from a directory, and from what it takes for a bucket, below the threshold and above it."""
+        from ckptkit.restore import restorer
+        from ckptkit.restore.broadcast import offer
+
+        properties_of, least_bytes = restorer.properties_of, offer.SHARED_BYTES_MIN
+        self.restore("directory", "plain", plain(2), "auto")
+        restorer.properties_of = lambda url: replace(properties_of(url), round_trips=True)
         self.restore("small", "plain", plain(2), "auto")
+        offer.SHARED_BYTES_MIN = LARGE_BYTES // 2
+        self.restore("enough", "plain", plain(2), "auto")
+        self.restore("late", "plain", plain(2), "auto", later=once_done)
+        restorer.properties_of, offer.SHARED_BYTES_MIN = properties_of, least_bytes
 
     def in_the_background(self) -> None:
         """The step has collectives of its own meanwhile, and one process asks for the result after the others."""
@@ -214,20 +225,6 @@ class Job:
             return handle.result()
 
         self.restore("later", "plain", plain(2), later=while_the_step_runs)
-
-    def the_result_is_wanted_late(self) -> None:
-        """`auto` on a state that is worth it, without a call of `result`: all is read, and `done` is true."""
-        from ckptkit.restore.broadcast import cost_model
-
-        def once_done(handle: Any) -> Any:
-            while not handle.done():
-                time.sleep(0.05)
-            return handle.result()
-
-        least_bytes, startup_s = cost_model.LEAST_BYTES, cost_model.STARTUP_S
-        cost_model.LEAST_BYTES = cost_model.STARTUP_S = 0
-        self.restore("late", "plain", plain(2), "auto", later=once_done)
-        cost_model.LEAST_BYTES, cost_model.STARTUP_S = least_bytes, startup_s
 
     def the_result_is_never_wanted(self) -> None:
         """One process closes its manager instead."""
@@ -337,6 +334,13 @@ class Job:
 
     def _mend(self, reader: Any) -> None:
         reader.read = self._read
+
+
+def once_done(handle: Any) -> Any:
+    """The result of a restore that nothing was asked of before it was done."""
+    while not handle.done():
+        time.sleep(0.05)
+    return handle.result()
 
 
 def large(seed: int) -> Any:

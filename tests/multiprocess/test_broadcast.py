@@ -16,12 +16,11 @@ from jax.sharding import SingleDeviceSharding
 
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from tests.forked import WARM, launch_forked
-from tests.multiprocess.broadcast_job import LARGE, ROWS, ROWS_OF_A_CELL, SMALLEST
+from tests.multiprocess.broadcast_job import LARGE_BYTES, ROWS, ROWS_OF_A_CELL, SMALLEST
 
 pytestmark = pytest.mark.long  # one launched job
 
 PROCESSES = 4
-LARGE_BYTES = math.prod(LARGE) * 4
 Found = list[dict[str, Any]]
 
 
@@ -108,8 +107,17 @@ def test_no_broadcast_where_nothing_is_shared(found: Found) -> None:
     """A sharded job would wait for collectives that bring nothing."""
     for each in act(found, "one", broadcast=False):
         assert each["why"] == "process 0: no two processes want the same boxes"
+    for each in act(found, "directory", broadcast=False):
+        assert each["why"] == "process 0: mode 'auto' shares only what is read over a network"
     for each in act(found, "small", broadcast=False):
-        assert "for each process: less than" in each["why"]
+        assert each["why"].endswith("MB in common, less than 64.0 MB")
+
+
+def test_auto_shares_a_bucket_from_the_threshold_on(found: Found) -> None:
+    """Each replica would read a large state from the bucket."""
+    for each in act(found, "enough", broadcast=True):
+        assert each["why"] == "mode 'auto': 4.2 MB in common"
+        assert each["rounds"] >= 3
 
 
 def test_background_restore_broadcasts_once_all_call_result(found: Found) -> None:
@@ -122,7 +130,7 @@ def test_background_restore_broadcasts_once_all_call_result(found: Found) -> Non
 def test_late_result_call_finds_everything_read(found: Found) -> None:
     """A long compilation would be followed by a transfer that reading in its shadow makes needless."""
     for each in act(found, "late", broadcast=False):
-        assert each["why"] == "all was read before every process called result"
+        assert each["why"] == "process 0: mode 'auto' shares nothing in the background"
         assert (each["rounds"], each["sources"].get("replica", 0)) == (0, 0)
 
 

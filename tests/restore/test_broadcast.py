@@ -16,13 +16,12 @@ from ckptkit.errors import PeerUnreachableError
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import Job, LocalCoordinator
 from ckptkit.model.boxes import Box, missing_elements
-from ckptkit.model.manifest import LeafKind, SaveId
+from ckptkit.model.manifest import LeafKind
 from ckptkit.restore.assembly import Assembly
-from ckptkit.restore.broadcast import stream as broadcast_stream
 from ckptkit.restore.broadcast.coordinator import Broadcaster
-from ckptkit.restore.broadcast.cost_model import LEAST_BYTES, STARTUP_S, BroadcastRates, Remaining, choose, rate_of
+from ckptkit.restore.broadcast.offer import SHARED_BYTES_MIN, judge
 from ckptkit.restore.broadcast.schedule import Common, Groups, Piece, Stream, by_groups, groups_of, pieces_of, share_out
-from ckptkit.restore.plan import BoxRead, RestorePlan
+from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.tree import Form, Target, boxes_needed
 
 PAIRS: Groups = ((0, 2), (1, 3))
@@ -130,7 +129,6 @@ def test_pieces_are_accepted_once_in_any_order() -> None:
     targets = {target.key: target for target in (host, none, number)}
     assembly = Assembly(targets, {host.key: (4,), none.key: (1, 3), number.key: ()})
     assert assembly.leaves[none.key].shape == (0, 3)
-    assert assembly.missing_bytes() == 6 * 4 + 8
     last, first = Box((4,), (6,)), Box((0,), (4,))
     assembly.deliver(host.key, {last: np.array([4, 5], np.int32)})
     assembly.deliver(host.key, {last: np.array([9, 9], np.int32)})
@@ -152,121 +150,57 @@ def test_budget_bounds_the_bytes_per_round(longest: int, replicas: int, links: i
     assert (replicas + 4) * width <= options.host_bytes
 
 
-def whole(wanted: int, replicas: int = 2, unread: int | None = None) -> Remaining:
-    """Nothing is sent yet; of its own part a process has read nothing, or all but `unread`."""
-    return Remaining(wanted=wanted, unread=wanted // replicas if unread is None else unread, sent=wanted)
+def offers(*wanted_bytes: int) -> list[Any]:
+    return [["layout", each, True] for each in wanted_bytes]
 
 
-def test_faster_side_is_chosen() -> None:
-    """A broadcast of a small state, or over a slow interconnect, would make the restart slower."""
-    gigabyte = 10**9
-    assert not choose("auto", whole(LEAST_BYTES - 1), 8, BroadcastRates()).broadcast
-    assert choose("auto", whole(LEAST_BYTES), 8, BroadcastRates()).broadcast, "worth measuring"
-    slow = choose("auto", whole(gigabyte), 2, BroadcastRates(storage=25e6))
-    assert slow.broadcast
-    assert slow.why == (
-        "1000.0 MB for each process at 25.0 MB/s of storage: alone 40.00 s, shared by 2 replicas with 0.2 s to connect "
-        "20.20 s"
-    )
-    assert choose("auto", whole(gigabyte), 2, BroadcastRates(storage=100e6, interconnect=400e6)).broadcast
-    assert not choose("auto", whole(gigabyte), 2, BroadcastRates(storage=100e6, interconnect=150e6)).broadcast
-    assert choose("auto", whole(gigabyte, 16), 16, BroadcastRates(storage=100e6, interconnect=150e6)).broadcast
-    assert choose("always", whole(1), 2, BroadcastRates()) == choose(
-        "always", whole(gigabyte), 2, BroadcastRates(storage=1e12)
-    )
-    assert not choose("never", whole(gigabyte), 2, BroadcastRates(storage=1.0)).broadcast
+def test_auto_shares_from_the_threshold_on() -> None:
+    """A restore of a small state would wait for rounds that take longer than its reading, or a large one read the
+    bucket once for each replica."""
+    least = SHARED_BYTES_MIN
+    assert judge(offers(least, 5), "auto") == {
+        "go": True,
+        "why": "mode 'auto': 64.0 MB in common",
+        "needs": [True, True],
+    }
+    assert judge(offers(10_000_000, 5), "auto") == {
+        "go": False,
+        "why": "mode 'auto': 10.0 MB in common, less than 64.0 MB",
+    }
+    assert not judge(offers(least - 1, least - 1), "auto")["go"]
+    assert judge(offers(1, 0), "always")["go"]
 
 
-def test_already_read_bytes_count_in_the_choice() -> None:
-    """A process that has read its part would be told that the others' half takes as long as before."""
-    rates = BroadcastRates(storage=100e6, interconnect=300e6)
-    assert choose("auto", Remaining(wanted=500, unread=0, sent=1000), 2, rates).broadcast, "5 against 3.3"
-    assert not choose("auto", Remaining(wanted=500, unread=200, sent=1000), 2, rates).broadcast, "5 against 5.3"
-    assert choose("auto", Remaining(wanted=500, unread=200, sent=500), 2, rates).broadcast, "5 against 3.7"
+def test_sharing_needs_an_equal_wish_on_all_processes() -> None:
+    """A process would be in a collective whose windows are those of another tree."""
+    problem = judge([*offers(10**9), "a process has no device"], "always")
+    assert problem == {"go": False, "why": "process 1: a process has no device"}
+    other = judge([*offers(10**9), ["other", 10**9, True]], "always")
+    assert other == {"go": False, "why": "the processes do not want the same tree in the same layout"}
+    assert judge(offers(0, 0), "always") == {"go": False, "why": "fast tiers hold the boxes that the replicas share"}
 
 
-def test_broadcast_is_probed_only_if_the_gain_exceeds_startup() -> None:
-    """A fast storage would be left for a collective that takes longer to begin than all of the reading."""
-    nearly = Remaining(wanted=10**9, unread=0, sent=10**9)
-    assert choose("auto", nearly, 2, BroadcastRates(storage=0.9 * 10**9 / (2 * STARTUP_S))).broadcast
-    assert not choose("auto", nearly, 2, BroadcastRates(storage=1.1 * 10**9 / (2 * STARTUP_S))).broadcast
-    assert choose("auto", nearly, 2, BroadcastRates(storage=3e9, interconnect=4e9)).broadcast, "nothing to find out"
-
-
-@given(st.floats(1e6, 1e11), st.floats(1e6, 1e12), st.integers(2, 1000))
-def test_more_replicas_never_disable_the_broadcast(storage: float, interconnect: float, replicas: int) -> None:
-    """The model would turn round where it matters most."""
-    rates = BroadcastRates(storage=storage, interconnect=interconnect)
-    fewer, more = (choose("auto", whole(10**10, each), each, rates).broadcast for each in (replicas, replicas + 1))
-    assert more or not fewer
-
-
-@given(
-    st.integers(1 << 16, 10**8),
-    st.floats(1.5, 1000),
-    st.floats(1e6, 1e11),
-    st.floats(0, 10),
+@pytest.mark.parametrize(
+    ("is_remote", "caller", "why"),
+    [
+        (False, None, "mode 'auto' shares only what is read over a network"),
+        (True, CallerThread(), "mode 'auto' shares nothing in the background"),
+        (True, None, "stock Orbax restores this step"),  # the next thing that is looked at
+    ],
 )
-def test_latency_does_not_lower_the_measured_rate(some: int, times: float, rate: float, latency_s: float) -> None:
-    """A bucket that answers after 50 ms would be called slow, and shared where reading alone is faster."""
-    more = int(some * times) + 1
-    found = rate_of((some, latency_s + some / rate), (more, latency_s + more / rate))
-    seen = more / (latency_s + more / rate)
-    if seen >= rate / 2:  # most of the time went into bytes
-        assert found == pytest.approx(rate, rel=1e-3)
-    else:
-        assert found == pytest.approx(2 * seen)
+def test_auto_shares_reads_of_a_network_that_the_caller_waits_for(
+    is_remote: bool, caller: CallerThread | None, why: str
+) -> None:
+    """A local disk would be read by rounds of collectives, or a restore behind a compilation stop at `host_bytes`."""
 
+    def agree(channel: str, value: Any, decide: Any) -> Any:
+        return decide([value, value])
 
-def test_delayed_short_read_does_not_raise_the_measured_rate() -> None:
-    """A hiccup of the first read would be subtracted from the long one, down to nothing."""
-    assert rate_of((1, 5.0), (100, 4.0)) == 50.0
-    assert rate_of((1, 0.0), (100, 0.0)) > 1e10, "no time at all, as a clock may show"
-    assert rate_of((100, 1.0), (100, 2.0)) == 50.0, "two equal reads: no latency is known"
-    assert rate_of((0, 0.0), (100, 2.0)) == 50.0
-
-
-@pytest.mark.parametrize(("latency_s", "rate"), [(0.0, 20e6), (0.05, 200e6), (0.03, 1e9)])
-def test_reader_measures_the_storage_rate(monkeypatch: pytest.MonkeyPatch, latency_s: float, rate: float) -> None:
-    """The opening of the step, or one request's latency, would be measured instead: 35 MB/s were found, where 150 was
-    true."""
-    now_s, opened = 0.0, False
-
-    def taking(plan: RestorePlan, readers: Any, rejected: Any, proven: Any) -> dict[str, int]:
-        nonlocal now_s, opened
-        nbytes = sum(read.nbytes for read in plan.reads)
-        now_s += (latency_s if nbytes > 1024 else 0.0) + nbytes / rate + (0.0 if opened else 3.0)
-        opened = True
-        for read in plan.reads:
-            proven(read.key, {read.wanted: np.zeros(read.nbytes, np.uint8)})
-        return {"durable": nbytes}
-
-    monkeypatch.setattr(broadcast_stream.clock, "monotonic_s", lambda: now_s)
-    monkeypatch.setattr(broadcast_stream, "execute", taking)
-    asked: list[int] = []  # at one time
-    ask = broadcast_stream.StreamReader._announce_plan
-    monkeypatch.setattr(
-        broadcast_stream.StreamReader,
-        "_announce_plan",
-        lambda self, plan: asked.append(len(plan.reads)) or ask(self, plan),
-    )
-    boxes = [Box((0,), (size,)) for size in (8, 8, 4, *[2 << 20] * 31)]  # the small ones are in the tree
-    pieces = [Piece(("s", (str(number),)), box, box, box.size) for number, box in enumerate(boxes)]
-    reads = tuple(BoxRead(key=piece.key, wanted=piece.box, nbytes=piece.nbytes, sources=()) for piece in pieces)
-    plan = RestorePlan(save_id=SaveId(1, 2, 3), tiers=("durable",), remote=(True,), reads=reads)
-    monkeypatch.setattr(broadcast_stream, "plan_restore", lambda *_: plan)
-    prepared: Any = SimpleNamespace(plan=plan, holdings=SimpleNamespace(readers=(), sources=(), expect=None))
-    assembly: Any = SimpleNamespace(deliver=lambda *_: None)
-    stream = Stream(pieces, 8 << 20)
-    shared = broadcast_stream.Sending(group=(0, 1), streams={0: stream, 1: stream}, rounds=8, process=0)
-    reader = broadcast_stream.StreamReader(shared, prepared, lambda *_: None, assembly, ahead=8)
-    for number in range(8):
-        reader.fill(number, np.empty((8 << 20) + broadcast_stream.DIGEST_BYTES, np.uint8))
-    reader.close()
-    assert reader.storage_rate == pytest.approx(rate, rel=0.01)
-    assert 8 <= len(asked) <= 10, "a store would make one request of it, which shows what one gives"
-    assert sum(asked) == len(pieces) - 2
-    assert (reader.unread_bytes(), reader.read_bytes) == (0, {"durable": (62 << 20) + 20})
+    two: Any = SimpleNamespace(count=2, agree=agree)
+    job = Job(coordinator=two, events=EventLog())
+    caster = Broadcaster(BroadcastOptions(), SimpleNamespace(), job, is_remote=is_remote)  # pyright: ignore[reportArgumentType]
+    shared, choice = caster.share(None, caller)
+    assert (shared, choice.broadcast, choice.why) == (None, False, f"process 0: {why}")
 
 
 def test_bad_options_are_refused() -> None:
@@ -284,7 +218,7 @@ def test_unresponsive_process_ends_broadcast_not_restore() -> None:
         raise PeerUnreachableError("process 3 did not answer")
 
     job = Job(coordinator=LocalCoordinator(5.0), events=EventLog())
-    caster = Broadcaster(BroadcastOptions(mode="always"), SimpleNamespace(), job)  # pyright: ignore[reportArgumentType]
+    caster = Broadcaster(BroadcastOptions(mode="always"), SimpleNamespace(), job, is_remote=False)  # pyright: ignore[reportArgumentType]
     state = SimpleNamespace(shared=SimpleNamespace(failure=None), choice=None)
     sends, reads = SimpleNamespace(rounds=2), SimpleNamespace(fill=away)
     caster._run(ALL, 512, [[None]], sends, reads, state)  # pyright: ignore[reportArgumentType]

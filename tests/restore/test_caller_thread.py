@@ -48,15 +48,14 @@ class Member:
 class Job:
     """Two processes that wait for their callers."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, timeout_s: float = LIMIT_S, left: bool = True):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, timeout_s: float = LIMIT_S):
         monkeypatch.setattr(caller_module, "_LOOK_S", 0.05)
         self.callers = [CallerThread(), CallerThread()]
-        self.left = left
         job = Threads(2)
         self._threads = ThreadPoolExecutor(4)
         self.over = False
         self.waiting = [
-            self._threads.submit(all_come, caller, lambda: self.left, job.coordinator(process, timeout_s))
+            self._threads.submit(all_come, caller, job.coordinator(process, timeout_s))
             for process, caller in enumerate(self.callers)
         ]
 
@@ -116,16 +115,6 @@ def test_late_or_timed_out_caller_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     served = job.serve(0)
     assert job.said() == ["process 1 did not call result within 0.5 s"] * 2
     job.end(served)
-
-
-def test_callers_are_not_awaited_after_everything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller that looks at `done` until it is true would never come."""
-    job = Job(monkeypatch)
-    time.sleep(0.3)
-    assert not any(future.done() for future in job.waiting)
-    job.left = False
-    assert job.said() == ["all was read before every process called result"] * 2
-    job.end()
 
 
 def test_collective_error_is_raised_in_the_requesting_thread() -> None:

@@ -6,9 +6,8 @@ of it is read, verified and on their devices. After an error before that, all co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -22,7 +21,6 @@ from ckptkit.job.vote import REJECTING, act_together
 from ckptkit.model.policies import BroadcastOptions
 from ckptkit.restore.assembly import Assembly
 from ckptkit.restore.broadcast.collective import AllGather, links_of
-from ckptkit.restore.broadcast.cost_model import BroadcastChoice, BroadcastRates, Remaining, choose
 from ckptkit.restore.broadcast.offer import NothingToShareError, Offer, first_problem, judge, needs_of, offer_of
 from ckptkit.restore.broadcast.schedule import Common, Groups, Stream, by_groups, share_out
 from ckptkit.restore.broadcast.stream import DIGEST_BYTES, Sending, StreamReader
@@ -30,11 +28,17 @@ from ckptkit.restore.caller_thread import CallerThread, all_come
 from ckptkit.restore.execute import LocalRead, Shared
 from ckptkit.restore.plan import Key
 from ckptkit.restore.prepare import Prepared
-from ckptkit.util import clock
 
 REPLICA = "replica"  # where bytes came from that another process has read
-_JUDGED_AT = (0, 3)  # the rounds before which rates are judged; the first connects, so the interconnect's by two others
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastChoice:
+    """Whether replicas share what they read, and why, for events and logs."""
+
+    broadcast: bool
+    why: str
 
 
 @dataclass(slots=True)
@@ -43,10 +47,7 @@ class _State:
 
     shared: Shared
     choice: BroadcastChoice
-    caller: CallerThread | None = None
-    rates: BroadcastRates = field(default_factory=BroadcastRates)
-    round_s: float = math.inf  # of its rounds of this width, the shortest
-    meeting_s: float = 0.0  # the time of an exchange if all join at once
+    caller: CallerThread | None
 
 
 @final
@@ -54,13 +55,14 @@ class Broadcaster:
     """Shares what replicas want alike; called by all processes together.
 
     On the thread that launches collectives; or on another one, with a `CallerThread` that lends that thread.
+    `is_remote`: whether the durable tier is read over a network (`Properties.round_trips`).
     """
 
-    def __init__(self, options: BroadcastOptions, reading: LocalRead, job: Job):
+    def __init__(self, options: BroadcastOptions, reading: LocalRead, job: Job, *, is_remote: bool):
         self._options = options
+        self._is_remote = is_remote
         self._reading = reading
         self._coordinator, self._events = job.coordinator, job.events
-        self._interconnect: float | None = None  # as the last restore measured it
 
     def share(
         self, prepared: Prepared | None, caller: CallerThread | None = None
@@ -74,34 +76,30 @@ class Broadcaster:
         if coordinator.count == 1 or mode == "never":
             why = "one process" if coordinator.count == 1 else "mode 'never'"
             return None, BroadcastChoice(broadcast=False, why=why)
-        offer = _attempt(lambda: offer_of(prepared, coordinator.count))
+        offer = _attempt(lambda: self._offer(prepared, caller))
         said = offer if isinstance(offer, str) else offer.to_json()
-        verdict = self._agree("broadcast-offer", said, lambda values: judge(values, self._options))
+        verdict = self._agree("broadcast-offer", said, lambda values: judge(values, mode))
         if not verdict["go"]:
             return None, BroadcastChoice(broadcast=False, why=verdict["why"])
         assert isinstance(offer, Offer)
         assert prepared is not None
-        state, needs = self._begin(prepared, offer, verdict["needs"])
-        state.caller = caller
-        state.choice = BroadcastChoice(broadcast=True, why=verdict["why"])
+        shared, needs = _begin(prepared, offer, verdict["needs"])
+        choice = BroadcastChoice(broadcast=True, why=verdict["why"])
+        state = _State(shared=shared, choice=choice, caller=caller)
         for groups, leaves in by_groups([leaf for leaf in offer.leaves if leaf.key in state.shared.assembly]).items():
             self._share_group(groups, leaves, needs, state, prepared)
             if not state.choice.broadcast:
                 break
         return state.shared, state.choice
 
-    def _begin(
-        self, prepared: Prepared, offer: Offer, said: Sequence[bool | str]
-    ) -> tuple[_State, Mapping[Key, Sequence[bool]]]:
-        """An empty assembly of the leaves that anybody needs from the durable tier, and who needs which."""
-        by_process = [needs_of(each, len(offer.leaves)) for each in said]
-        needs = {leaf.key: [bits[index] for bits in by_process] for index, leaf in enumerate(offer.leaves)}
-        kept = {leaf.key for leaves in by_groups(offer.leaves).values() for leaf in leaves if any(needs[leaf.key])}
-        targets = {target.key: target for target in prepared.targets if target.key in kept}
-        cells = {leaf.key: leaf.cell for leaf in offer.leaves}
-        shared = Shared(assembly=Assembly(targets, cells), read_bytes={}, announced=frozenset())
-        choice = BroadcastChoice(broadcast=True, why="")
-        return _State(shared=shared, choice=choice, rates=BroadcastRates(interconnect=self._interconnect)), needs
+    def _offer(self, prepared: Prepared | None, caller: CallerThread | None) -> Offer:
+        """The offer of this process. With `auto` it has none in the background: a reader that waits for `result` would
+        read no more than `host_bytes` meanwhile, and one that reads for itself everything."""
+        if self._options.mode == "auto" and caller is not None:
+            raise NothingToShareError("mode 'auto' shares nothing in the background")
+        if self._options.mode == "auto" and not self._is_remote:
+            raise NothingToShareError("mode 'auto' shares only what is read over a network")
+        return offer_of(prepared, self._coordinator.count)
 
     def _share_group(
         self,
@@ -111,8 +109,7 @@ class Broadcaster:
         state: _State,
         prepared: Prepared,
     ) -> None:
-        """All rounds of one set of groups, or as many as are worth it and go well."""
-        state.round_s = math.inf
+        """All rounds of one set of groups, or as many as go well."""
         coordinator = self._coordinator
         group = next(group for group in groups if coordinator.process in group)
         streams = _attempt(lambda: share_out(leaves, group, lambda key, process: needs[key][process]))
@@ -166,8 +163,7 @@ class Broadcaster:
             reader.fill(number, window)
             return gather.put(window) if gather is not None else None
 
-        number = -1
-        while (number := number + 1) < sending.rounds:  # fewer, once all have read on
+        for number in range(sending.rounds):
             rejection, sent = act_together(
                 self._coordinator,
                 "broadcast-read",
@@ -177,23 +173,14 @@ class Broadcaster:
             if rejection is not None:
                 state.choice = BroadcastChoice(broadcast=False, why=f"gave way to reading alone: {rejection.text}")
                 return
-            if number in _JUDGED_AT and not self._goes_on(number, sending, reader, state, width):
-                return
             if gather is None:
-                if not self._all_here(sending, reader, state, width):
+                if not self._all_here(state):
                     return
                 gather, sent = self._connected(groups, width, links, windows[0], state)
                 if gather is None:
                     return
-            began_s = clock.monotonic_s()
             with self._events.span("broadcast"):
                 self._receive(number, gather, sent, sending, state)
-            if number:
-                spent_s = state.meeting_s + clock.monotonic_s() - began_s
-                # The best of these rounds: a delayed one tells nothing about the others.
-                state.round_s = min(state.round_s, max(spent_s, 1e-9))
-                self._interconnect = len(sending.group) * width / state.round_s
-                state.rates = replace(state.rates, interconnect=self._interconnect)
 
     def _receive(self, number: int, gather: AllGather, sent: jax.Array | None, sending: Sending, state: _State) -> None:
         """One round. An error on this process alone is reported in the next vote, which the others join too."""
@@ -209,52 +196,16 @@ class Broadcaster:
         counted = {**shared.read_bytes, REPLICA: shared.read_bytes.get(REPLICA, 0) + came_bytes}
         state.shared = replace(shared, read_bytes=counted)
 
-    def _all_here(self, sending: Sending, reader: StreamReader, state: _State, width: int) -> bool:
-        """Whether all are there who launch collectives. Until they are, with `auto`, every process goes on to read
-        what it wants: a caller that comes late finds it read, as if nothing were shared."""
+    def _all_here(self, state: _State) -> bool:
+        """Whether all are there who launch collectives."""
         if state.caller is None:
             return True
-        missing = partial(sending.missing, state.shared.assembly)
-        if self._options.mode == "auto":
-            reader.read_on()
-        else:
-            state.caller.is_all_that_is_missing = True
-        problem = all_come(state.caller, lambda: bool(missing()), self._coordinator)
-        reader.stop()
+        state.caller.is_all_that_is_missing = True
+        problem = all_come(state.caller, self._coordinator)
         state.caller.is_all_that_is_missing = False
         if problem is not None:
             state.choice = BroadcastChoice(broadcast=False, why=problem)
-            return False
-        sending.rounds = self._agree("broadcast-rounds", sending.leave_out_all_but(missing()), max)
-        return self._goes_on(0, sending, reader, state, width)
-
-    def _goes_on(self, number: int, sending: Sending, reader: StreamReader, state: _State, width: int) -> bool:
-        """Process 0's decision before round `number`, from the slowest process's rates and the largest remaining
-        work."""
-        if self._options.mode != "auto":
-            return True
-        replicas = len(sending.group)
-        to_send_bytes = (sending.rounds - number) * replicas * width
-        rate = reader.storage_rate
-
-        def slowest(values: list[Any]) -> list[Any]:
-            storage = [value[2] for value in values if value[2] is not None]
-            interconnect = [value[3] for value in values if value[3] is not None]
-            rates = BroadcastRates(
-                storage=min(storage, default=None),
-                interconnect=min(interconnect) if len(interconnect) == len(values) else None,
-            )
-            wanted_bytes, unread_bytes = (max(value[index] for value in values) for index in range(2))
-            left = Remaining(wanted=wanted_bytes, unread=unread_bytes, sent=to_send_bytes)
-            choice = choose("auto", left, replicas, rates)
-            return [choice.broadcast, choice.why]
-
-        said = [state.shared.assembly.missing_bytes(), reader.unread_bytes(), rate, state.rates.interconnect]
-        began_s = clock.monotonic_s()
-        broadcast, why = self._agree("broadcast-rates", said, slowest)
-        state.meeting_s = clock.monotonic_s() - began_s
-        state.choice = BroadcastChoice(broadcast=broadcast, why=why)
-        return broadcast
+        return problem is None
 
     def _connected(
         self, groups: Groups, width: int, links: Sequence[Sequence[Any]], window: np.ndarray, state: _State
@@ -278,6 +229,16 @@ class Broadcaster:
 
     def _agree(self, channel: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         return self._coordinator.agree(channel, value, decide)
+
+
+def _begin(prepared: Prepared, offer: Offer, said: Sequence[bool | str]) -> tuple[Shared, Mapping[Key, Sequence[bool]]]:
+    """An empty assembly of the leaves that any process needs from the durable tier, and which process needs which."""
+    by_process = [needs_of(each, len(offer.leaves)) for each in said]
+    needs = {leaf.key: [bits[index] for bits in by_process] for index, leaf in enumerate(offer.leaves)}
+    kept = {leaf.key for leaves in by_groups(offer.leaves).values() for leaf in leaves if any(needs[leaf.key])}
+    targets = {target.key: target for target in prepared.targets if target.key in kept}
+    cells = {leaf.key: leaf.cell for leaf in offer.leaves}
+    return Shared(assembly=Assembly(targets, cells), read_bytes={}, announced=frozenset()), needs
 
 
 def _launch(caller: CallerThread | None, act: Callable[[], _T]) -> _T:

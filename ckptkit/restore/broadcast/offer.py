@@ -11,14 +11,18 @@ import numpy as np
 import xxhash
 
 from ckptkit.model.boxes import Box, boxes_by_process
-from ckptkit.model.policies import BroadcastOptions
+from ckptkit.model.policies import BroadcastMode
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.broadcast.collective import links_of
-from ckptkit.restore.broadcast.cost_model import BroadcastRates, Remaining, choose
 from ckptkit.restore.broadcast.schedule import Common, groups_of
 from ckptkit.restore.plan import Key
 from ckptkit.restore.prepare import Prepared
 from ckptkit.restore.tree import Form, Target
+
+# Of one process. The smallest state of `python -m bench broadcast` that replicas share in no more time than each reads
+# it: two share 64 MB in 0.59 s, and read it in 0.60 s, at 400 MB/s. For 32 MB it is 0.44 s and 0.40 s (bench/LOG.md,
+# 2026-11-28).
+SHARED_BYTES_MIN = 64_000_000
 
 
 class NothingToShareError(Exception):
@@ -95,8 +99,8 @@ def _layout(leaves: Sequence[Common], targets: Mapping[Key, Target], count: int)
     return xxhash.xxh3_128_hexdigest(json.dumps(said).encode())
 
 
-def judge(values: Sequence[str | list[Any]], options: BroadcastOptions) -> dict[str, Any]:
-    """Process 0's first word: whether to begin, why, and who needs what."""
+def judge(values: Sequence[str | list[Any]], mode: BroadcastMode) -> dict[str, Any]:
+    """Process 0's decision: whether replicas share, why, and which process needs which leaf."""
     problem = first_problem([value if isinstance(value, str) else None for value in values])
     if problem is not None:
         return {"go": False, "why": problem}
@@ -106,8 +110,10 @@ def judge(values: Sequence[str | list[Any]], options: BroadcastOptions) -> dict[
     most = max(wanted_bytes for _, wanted_bytes, _ in offers)
     if not most:
         return {"go": False, "why": "fast tiers hold the boxes that the replicas share"}
-    choice = choose(options.mode, Remaining(wanted=most, unread=most, sent=most), 2, BroadcastRates())
-    return {"go": choice.broadcast, "why": choice.why, "needs": [needs for _, _, needs in offers]}
+    why = f"mode {mode!r}: {most / 1e6:.1f} MB in common"
+    if mode == "auto" and most < SHARED_BYTES_MIN:
+        return {"go": False, "why": f"{why}, less than {SHARED_BYTES_MIN / 1e6:.1f} MB"}
+    return {"go": True, "why": why, "needs": [needs for _, _, needs in offers]}
 
 
 def first_problem(problems: Sequence[str | None]) -> str | None:

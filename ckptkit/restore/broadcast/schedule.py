@@ -109,11 +109,6 @@ class Stream:
         self._starts = list(accumulate((piece.nbytes for piece in self.pieces), initial=0))
         self._width = width
 
-    @property
-    def placed(self) -> list[tuple[int, Piece]]:
-        """The pieces, each behind the byte at which it begins."""
-        return list(zip(self._starts[:-1], self.pieces, strict=True))
-
     def in_window(self, number: int) -> list[tuple[Piece, int, int, int]]:
         """The content of a window: each piece, its range of bytes, and the offset of that range in the window."""
         low, high = number * self._width, (number + 1) * self._width
@@ -129,11 +124,6 @@ class Stream:
     def begins_in(self, number: int) -> list[Piece]:
         """The pieces whose first byte a window shows: what has to be read for it that was not read before."""
         return [piece for piece, start, _, _ in self.in_window(number) if start == 0]
-
-    def windows_until(self, wanted: Callable[[Piece], bool]) -> int:
-        """How many windows, from the first, show all of the pieces that are wanted."""
-        stops = [stop for piece, stop in zip(self.pieces, self._starts[1:], strict=True) if wanted(piece)]
-        return -(-max(stops, default=0) // self._width)
 
     def filled(self, number: int) -> int:
         """How many bytes of a window are used."""
