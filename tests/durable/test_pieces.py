@@ -70,7 +70,11 @@ def test_held_bytes_are_bounded(shapes: list[tuple[int, int]], profile: DurableP
     cell_bytes = max((leaf.cell_bytes for leaf, _ in share), default=0)
     sizes, held_bytes = sent(Pieces(profile, share if known else ()), share, more=more)
     assert sum(sizes) == sum(whole.nbytes for whole in wholes)
-    assert max(sizes) <= 2 * profile.piece_bytes + cell_bytes
+    cutter = Pieces(profile)
+    parts = [part.nbytes for leaf, boxes in share for box in boxes for part in cutter.parts_of(leaf, box)]
+    part_bytes = max(parts, default=0)  # a part is added whole
+    assert part_bytes <= max(cell_bytes, profile.in_flight_bytes)
+    assert max(sizes) <= 2 * profile.piece_bytes + max(cell_bytes, part_bytes)
     if known and not more:
         most_bytes = max(profile.in_flight_bytes, 3) * 4 / 3
         assert held_bytes <= most_bytes + 2 * cell_bytes
