@@ -131,6 +131,8 @@ def main(
                 click.echo(f"seed {each.history.seed}: {each.problem.splitlines()[0]}")
             found += batch
             done += task[1]
+            if done % 1000 == 0:
+                click.echo(f"{done} seeds, {len(found)} disagreements", err=True)
             if stop and found:
                 break
         seconds = time.monotonic() - began_s
