@@ -88,11 +88,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         host_id: str | None = None,
         events: EventLog | None = None,
         durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
-        saving: SaveOptions = SaveOptions(),  # noqa: B008  frozen
-        processes: ProcessOptions = ProcessOptions(),  # noqa: B008  frozen
+        saving: SaveOptions | None = None,
+        processes: ProcessOptions | None = None,
     ):
         tiers = tuple(tiers) if isinstance(tiers, Iterable) and not isinstance(tiers, str) else tiers
         check_types(tiers, options=options, events=events, durable=durable, saving=saving, processes=processes)
+        saving, processes = saving or SaveOptions(), processes or ProcessOptions()
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
             tiers=checked_tiers(tuple(tiers)),

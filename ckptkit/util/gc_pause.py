@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # No lock: a signal handler may save in the middle of a pause's first or last line. Of two pauses that begin and end at
 # the same moment one may be without effect; the collector is enabled after both.
-_pauses: dict[object, None] = {}
+_pauses: dict[int, weakref.ref[_Pause]] = {}  # by the `id` of each
 _was_enabled = False  # whether the last pause that ends enables the collector again
 _AGED_MAX = 8  # how often all objects are made old between two full collections
 _aged = (-1, 0)  # the number of full collections, and how often all objects were made old since the last one
+
+
+class _Pause:
+    """One that goes on as long as it is held: a handler may raise in the middle of `end`, which the next end makes up
+    for."""
+
+    def __init__(self) -> None:
+        global _was_enabled
+        _pauses[id(self)] = weakref.ref(self)
+        if gc.isenabled():
+            _was_enabled = True
+            gc.disable()
+
+    def end(self) -> None:
+        """The collector runs again if no other pause goes on."""
+        global _was_enabled
+        _pauses.pop(id(self), None)
+        for key in [key for key, pause in list(_pauses.items()) if pause() is None]:
+            _pauses.pop(key, None)
+        if not _pauses and _was_enabled:
+            gc.enable()
+            if not _pauses:  # one that began meanwhile, and disabled it again, enables it at its end
+                _was_enabled = False
 
 
 @contextmanager
@@ -22,19 +46,11 @@ def collection_paused() -> Iterator[None]:
     leaves, nothing of which it may free. For what is over in seconds: the cycles of other threads wait as well.
     Pauses of several threads may overlap.
     """
-    global _was_enabled
-    pause = object()
+    pause = _Pause()
     try:
-        _pauses[pause] = None
-        if gc.isenabled():
-            _was_enabled = True
-            gc.disable()
         yield
     finally:
-        _pauses.pop(pause, None)
-        if not _pauses and _was_enabled:
-            _was_enabled = False  # first: a pause that begins meanwhile sets it again after `enable`
-            gc.enable()
+        pause.end()
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def test_files_of_every_process_are_given_back_to_the_handler(size: str, found: 
         said = process["handler files"]
         assert said[size] == [["durable", "ram"], ["durable", "ram"]]
         assert said[f"{size}, ram"] == said[f"{size}, ram alone"] == notes[1]
-        assert said[f"{size}, flushed"] == [notes[1], "proven"], "by a close without another save"
+        assert said[f"{size}, flushed"] == [notes[1], "proven"], "saved again from the ramdisk"
         assert said[f"{size}, flushed state"]
         assert said[f"{size}, a host is lost"] == [notes[0], 0], "the share of one process is lost"
         assert said[f"{size}, durable"] == notes[0]

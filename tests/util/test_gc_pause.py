@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from ckptkit.util import gc_pause
 from ckptkit.util.gc_pause import collection_paused, old_afterwards
 
 
@@ -136,3 +139,31 @@ def test_pause_that_begins_where_another_one_ends_leaves_the_collector_on(monkey
     with collection_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("line", range(1, 8))
+def test_pause_whose_end_a_signal_has_cut_off_ends_with_the_next_one(line: int) -> None:
+    """Ctrl-C at the end of a save would leave the process without a collector for good."""
+    left = [line]
+
+    def interrupt(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code.co_name != "end" or frame.f_globals["__name__"] != "ckptkit.util.gc_pause":
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    before = sys.gettrace()
+    try:
+        with collection_paused():
+            sys.settrace(interrupt)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    with collection_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert not gc_pause._pauses
