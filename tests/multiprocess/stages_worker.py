@@ -121,8 +121,8 @@ class Worker:
             if self._process == 0:
                 shutil.rmtree(root / "run" / "1")
             with opened() as manager:
-                found[f"{size}, ram alone"] = notes = manager.restore(1, args=wanted)["notes"]
-                again: Any = ocp.args.Composite(state=ocp.args.StandardSave(state()), notes=NotesSave(notes))
+                found[f"{size}, ram alone"] = manager.restore(1, args=wanted)["notes"]
+                again: Any = ocp.args.Composite(state=ocp.args.StandardSave(state()), notes=NotesSave("step 1"))
                 assert manager.save(1, args=again, force=True)
             with ckptkit.CheckpointManager(root / "run") as manager:
                 (proof,) = ckptkit.verify(str(root / "run"), step=1).steps
