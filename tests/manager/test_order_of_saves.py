@@ -139,3 +139,20 @@ def test_run_that_restores_nothing_abandons_what_it_does_not_see(tmp_path: Path)
     away.rename(tmp_path / "ram")
     with manager_of(tmp_path, every=10) as manager:
         assert manager.all_steps() == [10, 20]
+
+
+def test_damaged_newest_step_is_listed_again_once_it_is_repaired(tmp_path: Path) -> None:
+    """A run that restored nothing would count the step before as its base, and abandon the damaged one."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 10, 11)
+    shutil.rmtree(tmp_path / "ram")
+    sidecars = sorted((tmp_path / "root" / "11").rglob("process-*.json"))
+    whole = {path: path.read_bytes() for path in sidecars}
+    for path in sidecars:
+        path.write_bytes(b"{")
+    with manager_of(tmp_path) as manager:
+        save(manager, 20)
+    for path, data in whole.items():
+        path.write_bytes(data)
+    with manager_of(tmp_path) as manager:
+        assert manager.all_steps() == [10, 11, 20]
