@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError as StepAlreadyExistsError
 
     from ckptkit.conversion import diff as diff
+    from ckptkit.durable.lifecycle.listing import latest_step as latest_step
     from ckptkit.errors import CheckpointError as CheckpointError
     from ckptkit.errors import CoordinationError as CoordinationError
     from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from ckptkit.goodput.policy import GoodputOptimal as GoodputOptimal
     from ckptkit.goodput.policy import IntervalBounds as IntervalBounds
     from ckptkit.inspection import list_steps as list_steps
-    from ckptkit.inspection.latest import latest_step as latest_step
     from ckptkit.manager import CheckpointManager as CheckpointManager
     from ckptkit.manager.follow import follow as follow
     from ckptkit.model.durable_profile import DurableProfile as DurableProfile

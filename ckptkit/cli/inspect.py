@@ -25,10 +25,10 @@ from ckptkit.cli.text import (
 )
 from ckptkit.errors import StepNotFoundError, with_damage
 from ckptkit.formats import inspect as inspect_path
-from ckptkit.inspection import Inspection, Item, LeafInfo, totals
+from ckptkit.inspection import Inspection, Item, totals
 from ckptkit.inspection.layouts import Layout, report_layouts
 from ckptkit.inspection.sharing import sharing_words
-from ckptkit.inspection.words import parsed_sharding
+from ckptkit.model.leaf_info import LeafInfo, parsed_sharding
 from ckptkit.util import clock
 from ckptkit.util.gc_pause import collection_paused
 

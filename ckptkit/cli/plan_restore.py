@@ -9,7 +9,7 @@ import click
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import DEPTH, HOST_ID, JSON, TIERS, TIMEOUT, TOP, fast_tiers
 from ckptkit.cli.text import print_found, print_line, print_notes, print_top, shape_text, size_text
-from ckptkit.restore.outlook import Outlook, outlook
+from ckptkit.inspection.outlook import Outlook, outlook
 from ckptkit.restore.plan import BoxRead, RestorePlan
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from ckptkit.conversion.mapping import LeafNames, add_into, is_floating
 from ckptkit.conversion.scales import plain_advice, scaled_text
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.errors import CheckpointError, MergeError
 from ckptkit.formats.tensors import Checkpoint, Tensor
-from ckptkit.inspection.places import Place
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_patterns import short_names
 from ckptkit.model.manifest import describe

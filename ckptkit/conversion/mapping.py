@@ -15,12 +15,12 @@ import numpy as np
 
 from ckptkit.conversion.casting import Cast
 from ckptkit.conversion.scales import scaled_text
+from ckptkit.durable.lifecycle.places import local_kind, nothing_at, require_regular
 from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.dtypes import plain_dtype
 from ckptkit.formats.tensors import Tensor
-from ckptkit.inspection.places import local_kind, nothing_at, require_regular
-from ckptkit.inspection.records import LeafInfo
 from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.leaf_patterns import Rename, matches, short_names
 from ckptkit.util.words import first_of
 

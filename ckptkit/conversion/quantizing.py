@@ -19,8 +19,8 @@ from ckptkit.conversion.mapping import LeafNames, Tensors, is_floating
 from ckptkit.conversion.scales import SCALE, block_of, per_block, scale_name, scale_of
 from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.tensors import Tensor
-from ckptkit.inspection.records import LeafInfo
 from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.leaf_patterns import without_nnx_leaf
 from ckptkit.model.manifest import describe
 from ckptkit.model.quantization import (

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from ckptkit.durable.lifecycle.leases import Lease
+from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.errors import CheckpointError, StoreError
-from ckptkit.inspection.places import Place
-from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store

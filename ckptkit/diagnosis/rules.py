@@ -15,10 +15,10 @@ from ckptkit.diagnosis.stragglers import late_process, slow_processes
 from ckptkit.errors import Reason
 from ckptkit.events import Event, Kind
 from ckptkit.goodput.better_interval import LOSSES_MIN, better_interval
-from ckptkit.inspection.words import count_text, size_text
 from ckptkit.model.tiers import DURABLE
 from ckptkit.util import clock
-from ckptkit.util.words import command_line, on_each_host, own_host_id, repair_command
+from ckptkit.util.sizes import size_text
+from ckptkit.util.words import command_line, count_text, on_each_host, own_host_id, repair_command
 
 DiagnosisRule = Callable[[Facts], list[Advice]]
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ckptkit.inspection.layouts import Layout, ShardingReport, report_layouts
-from ckptkit.inspection.words import axes_of
+from ckptkit.model.leaf_info import axes_of
 
 
 def sharding_report(

@@ -22,7 +22,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from ckptkit.durable.lifecycle.classify import has_been_written
 from ckptkit.durable.lifecycle.delete import move_away
-from ckptkit.durable.lifecycle.listing import is_there
+from ckptkit.durable.lifecycle.places import Place, is_committed
 from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.model import paths
@@ -217,7 +217,7 @@ def remove_uncommitted(store: Store, name: str, left: Mapping[str, Stat]) -> boo
     if not store.properties.file_system:
         store.delete_unchanged(left)
         return True
-    if left and is_there(store, name):
+    if left and is_committed(Place(store, name)):
         return False
     # By the metadata alone it may be a step of stock Orbax, once it has lost what shows whose it is: that goes first.
     sign = f"{name}/{paths.STEP_METADATA}"

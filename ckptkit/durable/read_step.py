@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,22 +13,20 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.cells.kvstore import base_of
-from ckptkit.durable.cells.local_reader import PlacedCells
 from ckptkit.durable.cells.pacing import Pace, spread_start
-from ckptkit.durable.cells.range_reader import PlacedRanges
+from ckptkit.durable.cells.placed import PlacedCells, PlacedRanges
 from ckptkit.durable.cells.reader import CellReader, Wanted
 from ckptkit.durable.cells.tensorstore_wait import (
     awaited,
     large_objects,
     small_objects,
-    translated,
-    words_of,
+    undamaged,
 )
+from ckptkit.durable.lifecycle.places import Place, item_handlers
+from ckptkit.durable.lifecycle.step_records import had_sidecars, marked_in, save_in_metadata
 from ckptkit.durable.sidecars import (
-    has_sidecar_sign,
     incomplete,
     lost_sidecars,
-    marked_save,
     missing_items,
     of_one_save,
     require_custom,
@@ -46,7 +43,6 @@ from ckptkit.model.cells import copy_proven
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.handler_files import is_file, with_file_leaves
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, ManifestDepth, SaveId
-from ckptkit.model.paths import ARRAY_METADATAS, COMMIT_MARK, STEP_METADATA
 from ckptkit.store import Store, all_of
 from ckptkit.store.base import checked_key
 from ckptkit.util.gc_pause import collection_paused
@@ -88,8 +84,7 @@ class DurableReader:
         self._pace = pace or Pace(profile.read_bytes_per_s)
         self._store: Store = small_objects(self._url, profile)
         self._cells = CellReader(self._url, profile)
-        self._placed = PlacedCells(self._url, profile)
-        self._ranges = PlacedRanges(self._url, profile) if self.round_trips else None
+        self._placed = (PlacedRanges if self.round_trips else PlacedCells)(self._url, profile)
         self._ahead: Future[list[Manifest]] | None = None
         self.without_sidecars: tuple[str, ...] = ()  # items, once `manifests` has returned
         self._last_file = ("", b"")
@@ -148,8 +143,8 @@ class DurableReader:
 
         def listed() -> list[str]:
             names = self._store.list(f"{item}/{paths.SIDECAR_DIR}")
-            if sidecars_among(names) and to_read and self._ranges is not None:
-                self._ranges.open(item)
+            if sidecars_among(names) and to_read:
+                self._placed.open(item)
             return names
 
         def read() -> Manifest | None:
@@ -187,7 +182,7 @@ class DurableReader:
 
     def _require_sidecars(self, without: Sequence[str]) -> None:
         """An item without sidecars is stock Orbax's, unless its metadata records that it had some."""
-        lost = [lost_sidecars(f"{self._url}/{item}") for item in without if self._is_ours(item)]
+        lost = [lost_sidecars(f"{self._url}/{item}") for item in without if had_sidecars(Place(self._store, item))]
         if lost:
             raise self._corrupt("; ".join(lost))
 
@@ -201,15 +196,8 @@ class DurableReader:
         self._require_named_items(self.item_names())
 
     def _require_named_items(self, items: Sequence[str]) -> None:
-        with suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
-            named = json.loads(self._store.get(STEP_METADATA))["item_handlers"]
-            if isinstance(named, dict) and (why := missing_items(self._url, named, items)) is not None:
-                raise self._corrupt(why)
-
-    def _is_ours(self, item: str) -> bool:
-        with suppress(FileNotFoundError):
-            return has_sidecar_sign(self._store.get(f"{item}/{ARRAY_METADATAS}/process_0"))
-        return False
+        if (why := missing_items(self._url, item_handlers(Place(self._store)), items)) is not None:
+            raise self._corrupt(why)
 
     def _corrupt(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(why, step=self._step, path=self._url)
@@ -236,17 +224,13 @@ class DurableReader:
         return named if named is not None and named.step == self._step else None
 
     def _marked(self) -> SaveId | None:
-        with suppress(FileNotFoundError):
-            return marked_save(self._store.get(COMMIT_MARK))
-        return None
+        return marked_in(Place(self._store))
 
     def save_id_in_metadata(self) -> SaveId | None:
         """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
-        try:
-            record = json.loads(self._store.get(STEP_METADATA))["custom_metadata"][paths.SAVE_ID_FIELD]
-            return SaveId.from_list(record)
-        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
-            return None
+        with suppress(CorruptCheckpointError):
+            return save_in_metadata(Place(self._store))
+        return None
 
     def check_custom(self, metadata: Any) -> None:
         """Raises `CorruptCheckpointError` where `metadata`, the custom metadata of the step, is not what was saved.
@@ -276,11 +260,7 @@ class DurableReader:
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""
-        wanted = [each for each in wanted if not is_file(each[1])]
-        if self._ranges is not None:
-            self._cells.expect(self._ranges.expect(wanted))
-        else:
-            self._cells.expect(each for each in wanted if not self._placed.has(each[0]))
+        self._cells.expect(self._placed.expect(each for each in wanted if not is_file(each[1])))
 
     def read(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies `wanted` (a part of `record.box`) into `into`, whose shape is `wanted.shape`.
@@ -293,10 +273,9 @@ class DurableReader:
             self._pace.take(stop - start)
             if is_file(leaf):
                 return self._of_file(item, leaf, start, stop)
-            placed = self._placed if self._ranges is None else self._ranges
-            if placed.fill(item, leaf, cell, target):
+            if self._placed.fill(item, leaf, cell, target):
                 return target
-            stored = _proven_readable(lambda: self._cells.fetch(item, leaf, cell), self._url, leaf)
+            stored = self._undamaged(lambda: self._cells.fetch(item, leaf, cell), leaf)
             return self.read_cell(item, leaf, cell) if stored is None else stored
 
         where = f"step {self._step} in {self._url}, item {item}"
@@ -310,7 +289,10 @@ class DurableReader:
         if is_file(leaf):
             return self._of_file(item, leaf, cell.start[0], cell.stop[0])
         array = self._open(item, leaf)
-        return _proven_readable(lambda: self._awaited(array[cell.slices()].read()), self._url, leaf)
+        return self._undamaged(lambda: self._awaited(array[cell.slices()].read()), leaf)
+
+    def _undamaged(self, operation: Callable[[], Any], leaf: LeafRecord) -> Any:
+        return undamaged(operation, self._url, f"{self._url}: leaf {leaf.name}")
 
     def _of_file(self, item: str, leaf: LeafRecord, start: int, stop: int) -> np.ndarray:
         """Bytes of a file that a handler wrote. In a bucket the whole file is read."""
@@ -356,7 +338,7 @@ class DurableReader:
     def _opened(self, item: str, leaf: LeafRecord, prefix: str) -> Any:
         kvstore = {"driver": "ocdbt", "base": base_of(f"{self._url}/{item}"), "path": prefix}
         opening = partial(ts.open, {"driver": "zarr", "kvstore": kvstore}, open=True, read=True, context=self._context)
-        return _proven_readable(lambda: self._awaited(opening()), self._url, leaf)
+        return self._undamaged(lambda: self._awaited(opening()), leaf)
 
     def _open(self, item: str, leaf: LeafRecord) -> Any:
         with self._lock:
@@ -381,13 +363,3 @@ class DurableReader:
 
 def _directories(names: Iterable[str]) -> list[str]:
     return [name.rstrip("/") for name in names if name.endswith("/")]
-
-
-def _proven_readable(operation: Callable[[], Any], url: str, leaf: LeafRecord) -> Any:
-    """The result of `operation` of TensorStore. A damaged B-tree node has no status name, so every error that is not an
-    access problem counts as damage."""
-    where = f"{url}: leaf {leaf.name}"
-    try:
-        return translated(operation, url)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{where}: {words_of(error)}", path=url) from error

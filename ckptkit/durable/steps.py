@@ -19,7 +19,7 @@ from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.lifecycle.listing import StepListing
 from ckptkit.durable.lifecycle.pins import pinned_steps
-from ckptkit.durable.lifecycle.shield import shield_records
+from ckptkit.durable.lifecycle.root_record import shield_records
 from ckptkit.durable.orbax.handlers import handler_name, make_writer
 from ckptkit.durable.orbax.host_shards import has_sidecar
 from ckptkit.durable.orbax.manager import (

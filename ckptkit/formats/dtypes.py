@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckptkit.inspection.words import dtype_name
+from ckptkit.model.leaf_info import dtype_name
 
 _FP8 = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,

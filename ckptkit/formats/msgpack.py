@@ -11,12 +11,12 @@ from typing import Any, final
 
 import numpy as np
 
+from ckptkit.durable.lifecycle.places import readable
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dtypes import checked_shape, plain_dtype
 from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, ranges_to_keep
 from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FileSpan, Tensor
-from ckptkit.inspection.places import readable
-from ckptkit.inspection.records import LeafInfo
+from ckptkit.model.leaf_info import LeafInfo
 
 _NAME_BYTES_MAX = 1 << 16
 _WINDOW_BYTES = 1 << 16

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.durable.lifecycle.places import readable
 from ckptkit.formats.dtypes import checked_shape, noted
 from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, ranges_to_keep
 from ckptkit.formats.tensors import Checkpoint, FileSpan, Tensor
 from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
-from ckptkit.inspection.places import readable
-from ckptkit.inspection.records import LeafInfo
 from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_info import LeafInfo
 
 SUFFIX = ".npy"
 _MAGIC = b"\x93NUMPY"

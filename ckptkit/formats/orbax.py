@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from ckptkit.durable.lifecycle.places import Place, nothing_at
+from ckptkit.durable.lifecycle.step_records import own_sidecars
 from ckptkit.durable.read_step import DurableReader
+from ckptkit.durable.stored_arrays import StoredArray, stores_all
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.tensors import Checkpoint, FormatFacts, Tensor
-from ckptkit.inspection import Inspection, Item, LeafInfo
-from ckptkit.inspection.arrays import finished, open_array, stores_all
-from ckptkit.inspection.places import Place, nothing_at
-from ckptkit.inspection.shares import leaf_of_record, own_sidecars, read_share, read_shares
+from ckptkit.inspection import Inspection, Item
+from ckptkit.inspection.shares import leaf_of_record, read_share, read_shares
 from ckptkit.model.boxes import Box, missing_elements
+from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.manifest import BoxRecord, LeafRecord
 from ckptkit.slots.reader import SlotReader, slot_directories
 from ckptkit.util.pages import empty_block
@@ -90,8 +92,13 @@ def _item_tensors(found: Inspection, item: Item, here: Place, context: Any, time
             Tensor(item=item.name, leaf=leaf, fetch=partial(_proven, leaf, records.get(leaf.path, ()), read, here.url))
             for leaf in leaves
         ]
-    opening = partial(_opened, here, item.layout, context, timeout_s, not stores_all(here))
-    return [Tensor(item=item.name, leaf=leaf, fetch=partial(_stored, opening, leaf, {})) for leaf in leaves]
+    fill_missing = not stores_all(here)
+
+    def stored(leaf: LeafInfo) -> StoredArray:
+        limits_s = {"open_timeout_s": timeout_s, "read_timeout_s": _READ_TIMEOUT_S}
+        return StoredArray(here, leaf, item.layout, context, fill_missing=fill_missing, **limits_s)
+
+    return [Tensor(item=item.name, leaf=leaf, fetch=stored(leaf).read) for leaf in leaves]
 
 
 def _proven(
@@ -115,19 +122,6 @@ def _proven(
             if part is not place:
                 place[...] = part
     return into
-
-
-def _opened(here: Place, words: str, context: Any, timeout_s: float, fill_missing: bool, leaf: LeafInfo) -> Any:
-    array = open_array(here, leaf, words, context, timeout_s, fill_missing=fill_missing)
-    if tuple(array.shape) != leaf.shape:
-        raise CorruptCheckpointError(f"{here.url}: leaf {leaf.name} changed while it was read", path=here.url)
-    return array
-
-
-def _stored(opening: Callable[[LeafInfo], Any], leaf: LeafInfo, opened: dict[str, Any], box: Box) -> np.ndarray:
-    if not opened:
-        opened["array"] = opening(leaf)
-    return finished(opened["array"][box.slices()].read(), f"leaf {leaf.name}", _READ_TIMEOUT_S)
 
 
 def _open_slot(found: Inspection) -> Checkpoint:

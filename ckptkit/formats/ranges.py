@@ -11,8 +11,8 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
+from ckptkit.durable.lifecycle.places import nothing_at, require_regular
 from ckptkit.errors import CorruptCheckpointError, StoreError
-from ckptkit.inspection.places import nothing_at, require_regular
 from ckptkit.model.boxes import Box
 from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import RemoteStore

@@ -14,13 +14,12 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+from ckptkit.durable.lifecycle.places import Place, readable
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS, SAFETENSORS_WORDS, checked_shape, noted
 from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges, ranges_to_keep
 from ckptkit.formats.tensors import Checkpoint, FileSpan, FormatFacts, Tensor
-from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.records import LeafInfo
-from ckptkit.inspection.words import name_of
+from ckptkit.model.leaf_info import LeafInfo, name_of
 from ckptkit.util.words import first_of
 
 SUFFIX = ".safetensors"

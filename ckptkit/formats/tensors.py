@@ -11,8 +11,9 @@ from typing import Any, Literal, final
 import numpy as np
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
-from ckptkit.inspection.records import LeafInfo, SaveOrigin
+from ckptkit.inspection.records import SaveOrigin
 from ckptkit.model.boxes import Box, blocks_of, cell_shape
+from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.manifest import describe
 
 Format = Literal["orbax", "slot", "safetensors", "npz", "msgpack", "torch"]

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.durable.lifecycle.places import readable
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.dtypes import TORCH, checked_shape, noted
 from ckptkit.formats.pickles import Rebuilt, UnsupportedValueError, unpickled
 from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, ranges_to_keep
 from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FileSpan, Tensor
 from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
-from ckptkit.inspection.places import readable
-from ckptkit.inspection.records import LeafInfo
+from ckptkit.model.leaf_info import LeafInfo
 
 PICKLE = "data.pkl"
 NOTES = "ckptkit.json"  # a member with the notes of `formats.dtypes`, which torch does not look at

@@ -11,9 +11,9 @@ from typing import TypeVar, final
 
 import numpy as np
 
+from ckptkit.durable.lifecycle.places import readable
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.ranges import RangeFile, Ranges
-from ckptkit.inspection.places import readable
 
 Bytes = TypeVar("Bytes", bytes, memoryview)
 

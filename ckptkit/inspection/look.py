@@ -13,10 +13,8 @@ from typing import Literal
 
 from ckptkit.durable.lifecycle.certificates import certified_saves
 from ckptkit.durable.lifecycle.classify import grain_names_in
-from ckptkit.durable.sidecars import incomplete, of_one_save
-from ckptkit.errors import CorruptCheckpointError, StoreError
-from ckptkit.inspection.arrays import read_arrays
-from ckptkit.inspection.places import (
+from ckptkit.durable.lifecycle.listing import newest_committed, read_ancestry, read_root
+from ckptkit.durable.lifecycle.places import (
     Place,
     committed_at_s,
     is_committed,
@@ -29,23 +27,21 @@ from ckptkit.inspection.places import (
     readable,
     step_items,
 )
-from ckptkit.inspection.records import Inspection, Item, SaveOrigin
-from ckptkit.inspection.roots import newest_committed, read_ancestry, read_root
-from ckptkit.inspection.shares import (
-    Share,
+from ckptkit.durable.lifecycle.step_records import (
     items_missing,
-    items_of_manifest,
-    leaf_of_record,
     marked_above,
-    read_share,
-    read_shares,
     read_sidecars,
     sidecar_processes,
     sidecars_lost,
 )
+from ckptkit.durable.sidecars import incomplete, of_one_save
+from ckptkit.durable.stored_arrays import read_arrays
+from ckptkit.errors import CorruptCheckpointError, StoreError
+from ckptkit.inspection.records import Inspection, Item, SaveOrigin
+from ckptkit.inspection.shares import Share, items_of_manifest, leaf_of_record, read_share, read_shares
 from ckptkit.inspection.sharing import shared_files
-from ckptkit.inspection.words import sharding_words
 from ckptkit.model import paths
+from ckptkit.model.leaf_info import sharding_words
 from ckptkit.model.manifest import Manifest, Writer
 from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
 from ckptkit.store.backends import properties_of

@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from typing import Any, Literal
 
-import numpy as np
-
+from ckptkit.durable.lifecycle.listing import StepState
 from ckptkit.inspection.sharing import SharedFile
+from ckptkit.model.leaf_info import LeafInfo as LeafInfo
 from ckptkit.model.manifest import SaveId
 from ckptkit.util.plain import plain_fields
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
-
-StepState = Literal["committed", "partial", "unfinished", "abandoned", "damaged"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafInfo:
-    """One leaf of an array item. `dtype`, `shape` and `cell` are None if it is not an array (a string, an empty dict).
-
-    `cell` is the smallest part that is read whole: our cells, zarr's chunks. `held_bytes` is what a fast-tier slot
-    holds of the leaf, None for a durable one.
-    """
-
-    path: tuple[str, ...]
-    kind: str
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-    cell: tuple[int, ...] | None = None
-    sharding: str | None = None
-    key_impl: str | None = None
-    held_bytes: int | None = None
-
-    @property
-    def name(self) -> str:
-        """The path as Orbax writes it."""
-        return ".".join(self.path)
-
-    @property
-    def array_bytes(self) -> int:
-        """Bytes of the whole array in memory; compression may make it less on disk."""
-        if self.dtype is None or self.shape is None:
-            return 0
-        return math.prod(self.shape) * _itemsize(self.dtype)
-
-    def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        fields = {field: getattr(self, field) for field in self.__slots__}  # `asdict` copies deeply: 20 times slower
-        return {"name": self.name, "bytes": self.array_bytes, **fields}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +186,3 @@ def totals(items: Iterable[Item], *, depth: int = 1) -> dict[str, Any]:
         "by_dtype": by_dtype,
         "by_group": by_group,
     }
-
-
-@lru_cache(maxsize=256)
-def _itemsize(dtype: str) -> int:
-    return np.dtype(dtype).itemsize

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from ckptkit.durable.lifecycle.places import Place, readable, require_regular
 from ckptkit.durable.sidecars import (
-    has_sidecar_sign,
-    lost_sidecars,
-    marked_save,
-    missing_items,
-    of_one_save,
-    sidecars_among,
     split_sidecars,
-    under_name,
 )
 from ckptkit.errors import CorruptCheckpointError, StoreError
-from ckptkit.inspection.places import Place, item_handlers, readable, require_regular
-from ckptkit.inspection.records import Item, LeafInfo
-from ckptkit.inspection.words import dtype_name, sharding_words
+from ckptkit.inspection.records import Item
 from ckptkit.model import paths
-from ckptkit.model.manifest import LeafRecord, Manifest, ManifestDepth, SaveId
+from ckptkit.model.leaf_info import LeafInfo, dtype_name, sharding_words
+from ckptkit.model.manifest import LeafRecord, Manifest
 from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.slots.reader import read_manifest
 
@@ -77,64 +68,6 @@ def read_share(path: Path) -> Share:
         raise StoreError(f"{path}: {error.strerror}; look at its permissions", path=str(path)) from error
 
 
-def sidecar_processes(item: Place) -> list[int]:
-    """The processes whose sidecars are in a durable item; none in one that stock Orbax wrote."""
-    if f"{paths.SIDECAR_DIR}/" not in item.names():
-        return []
-    return sidecars_among(item.below(paths.SIDECAR_DIR).names())
-
-
-def sidecars_lost(item: Place) -> str | None:
-    """Why a durable item is a damaged one of ours: it has a sign of sidecars, and none of them. None for any other.
-
-    Cost: one small read without sidecars.
-    """
-    if sidecar_processes(item):
-        return None
-    signs = item.below(paths.ARRAY_METADATAS).read("process_0") if f"{paths.ARRAY_METADATAS}/" in item.names() else None
-    if f"{paths.SIDECAR_DIR}/" in item.names() or (signs is not None and has_sidecar_sign(signs)):
-        return lost_sidecars(item.url)
-    return None
-
-
-def items_missing(step: Place, *, ours: bool) -> str | None:
-    """Why a step of ours is damaged: an item that it names is missing. None where all are there, or Orbax wrote it.
-
-    Cost: two small reads. `ours`: something else than the mark shows that the step is ours.
-    """
-    mark = None if ours else step.read(paths.COMMIT_MARK)
-    if not ours and (mark is None or marked_save(mark) is None):
-        return None
-    names = [name.removesuffix("/") for name in step.names() if name.endswith("/")]
-    return missing_items(step.url, item_handlers(step), names)
-
-
-def read_sidecars(item: Place, processes: Iterable[int], *, extent: ManifestDepth = "all") -> dict[int, Manifest]:
-    """The sidecars of these processes in a durable item, as far as `extent` of them; raises `CorruptCheckpointError`
-    for a damaged one."""
-    directory = item.below(paths.SIDECAR_DIR)
-
-    def read(process: int) -> tuple[int, Manifest]:
-        name = paths.sidecar_name(process)
-        data = directory.read(name)
-        where = f"{directory.url}/{name}"
-        if data is None:
-            raise CorruptCheckpointError(f"{where} is gone", path=where)
-        with readable(where):
-            return process, under_name(Manifest.from_bytes(data, path=where, extent=extent), item.name)
-
-    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="ckptkit-inspect") as pool:
-        return dict(pool.map(read, processes))
-
-
-def own_sidecars(item: Place, *, extent: ManifestDepth = "all") -> dict[int, Manifest]:
-    """The sidecars of the save that a durable item is of, by process; none in one that stock Orbax wrote.
-
-    Cost: a read of each. Raises `CorruptCheckpointError` for a damaged one.
-    """
-    return of_one_save(read_sidecars(item, sidecar_processes(item), extent=extent), partial(marked_above, item))
-
-
 def joined_problems(item: Place, sidecars: Sequence[Manifest]) -> list[str]:
     """Why restores cannot use the joined record of an item with these `sidecars`; empty if they can, or it has none.
 
@@ -150,12 +83,6 @@ def joined_problems(item: Place, sidecars: Sequence[Manifest]) -> list[str]:
     if data is None or described[0] == described[1]:
         return []
     return [f"{where} is damaged, or of another save: each process of a restore reads every sidecar"]
-
-
-def marked_above(item: Place) -> SaveId | None:
-    """The save that the marker of an item's step names; None without a marker, or if it names none."""
-    mark = Place.open(item.url.rpartition("/")[0], timeout_s=_MARKER_S).read(paths.COMMIT_MARK)
-    return None if mark is None else marked_save(mark)
 
 
 def leaf_of_record(record: LeafRecord, *, held: bool) -> LeafInfo:

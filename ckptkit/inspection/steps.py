@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, root_record_of
+from ckptkit.durable.lifecycle.listing import DurableStep, certified_in, read_ancestry, read_root
+from ckptkit.durable.lifecycle.places import Place, json_value, no_directory, step_items
 from ckptkit.errors import CorruptCheckpointError, StoreError
-from ckptkit.inspection.places import Place, json_value, no_directory, step_items
 from ckptkit.inspection.records import Holding, Listing, StepEntry
-from ckptkit.inspection.roots import DurableStep, certified_in, read_ancestry, read_root
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId

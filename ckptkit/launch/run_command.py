@@ -17,7 +17,6 @@ from ckptkit.cli.options import DRY_RUN, JSON, Parsed, seconds
 from ckptkit.cli.outputs import OutputFile
 from ckptkit.cli.text import print_json, print_line
 from ckptkit.events import EventLog
-from ckptkit.inspection.words import count_text
 from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
 from ckptkit.launch.command import path_of, python_command
 from ckptkit.launch.first_imports import FirstImports
@@ -26,6 +25,7 @@ from ckptkit.launch.logs import LogFiles
 from ckptkit.launch.policy import ExitCode
 from ckptkit.launch.roster import HostLimits, Roster
 from ckptkit.launch.status import FORMAT, write_status
+from ckptkit.util.words import count_text
 
 
 def _hang_policy(text: str) -> HangPolicy | None:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.durable.lifecycle.places import Place, item_handlers, step_items
 from ckptkit.errors import StepNotFoundError
-from ckptkit.inspection.places import Place, item_handlers, step_items
 from ckptkit.job.coordination import ScopedCoordinator
 from ckptkit.manager.build import Components
 from ckptkit.manager.calls import CollectiveCalls

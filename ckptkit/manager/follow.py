@@ -13,15 +13,15 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import Lease
+from ckptkit.durable.lifecycle.listing import DurableStep, read_root
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.read_step import DurableReader
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
+from ckptkit.errors import CorruptCheckpointError, TransientStoreError
 from ckptkit.events import EventLog, Kind
-from ckptkit.inspection.places import Place, is_committed
 from ckptkit.job.coordination import make_coordinator
 from ckptkit.manager import CheckpointManager
 from ckptkit.model.cells import digested_cells
 from ckptkit.model.manifest import SaveId
-from ckptkit.model.paths import step_of_name
 from ckptkit.model.tiers import DURABLE
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
@@ -147,7 +147,8 @@ class _Follower:
         self._prove = prove
         self._lease_s = lease_s
         self._store = open_store(url, deadline_s=_STORE_DEADLINE_S)
-        self._saves: dict[str, SaveId | None] = {}  # by directory; None for one that is damaged
+        self._known: dict[str, DurableStep] = {}  # by directory; of each branch, until another run begins
+        self._rejected: set[str] = set()  # directories whose damage was reported
         self._ancestry = Ancestry()
         self._last: SaveId | None = None
         self._lease: Lease | None = None
@@ -175,37 +176,26 @@ class _Follower:
     def _new(self) -> list[tuple[str, SaveId]]:
         """The committed steps of the job's own branch that were not yielded, oldest first."""
         place = Place.open(self.url, timeout_s=_STORE_DEADLINE_S)
-        names = [name for name in place.directories() if step_of_name(name) is not None]
+        place.names()  # before the records: a run that begins in between is seen at the next look
         ancestry = EpochRecords(self._store).read()
         if ancestry != self._ancestry:  # the job was restarted or went back: numbers may be saved again
             self._ancestry = ancestry
-            self._saves.clear()
-        found = []
-        for name in names:
-            save_id = self._identity(place.below(name), name)
-            if save_id is not None:
-                found.append((name, save_id))
-        if names and self._after is not None:
+            self._known.clear()
+            self._rejected.clear()
+        steps = read_root(place, ancestry, known=self._known).steps
+        self._known = {each.place.name: each for each in steps if each.state in ("committed", "damaged")}
+        for each in steps:
+            if each.state == "damaged" and each.place.name not in self._rejected:
+                self._reject(each.place.name, each.step, str(each.problem))
+        found = [
+            (name, each.identity)
+            for name, each in self._known.items()
+            if each.state == "committed" and name not in self._rejected
+        ]
+        if steps and self._after is not None:
             self._last = max((save_id for _, save_id in found if save_id.step <= self._after), default=None)
             self._after = None
         return sorted((pair for pair in found if self._last is None or pair[1] > self._last), key=lambda pair: pair[1])
-
-    def _identity(self, place: Place, name: str) -> SaveId | None:
-        """Which save a directory holds; None for one that is damaged, not committed yet or abandoned."""
-        step = step_of_name(name)
-        assert step is not None
-        if name in self._saves:
-            return self._saves[name]
-        try:
-            if not is_committed(place):
-                return None
-            save_id = self._ancestry.identity(step, self._reader(name, step).save_id())
-            if self._ancestry.superseded(save_id):
-                return None  # looked at again: its number may be saved anew
-            self._saves[name] = save_id
-        except CorruptCheckpointError as error:
-            self._reject(name, step, error)
-        return self._saves[name]
 
     def _take(self, name: str, save_id: SaveId) -> bool | None:
         """Leases a step and proves it; whether it is proven, or None where it cannot be had."""
@@ -219,9 +209,9 @@ class _Follower:
                 if lease.lost:  # while it was read: the writer may prune it; looked at again at the next poll
                     proven = None
         except CorruptCheckpointError as error:
-            self._reject(name, save_id.step, error)
+            self._reject(name, save_id.step, str(error))
         except FileNotFoundError:  # pruned before it was leased
-            self._saves.pop(name, None)
+            self._known.pop(name, None)
         finally:
             if proven is None:
                 lease.release()
@@ -239,9 +229,9 @@ class _Follower:
                 reader.read(item, leaf, record, cell, np.empty(cell.shape, np.dtype(leaf.dtype)))
         return self._prove
 
-    def _reject(self, name: str, step: int, error: CheckpointError) -> None:
-        self._saves[name] = None
-        self.events.emit(Kind.REJECTED, step=step, tier=DURABLE, reason=str(error))
+    def _reject(self, name: str, step: int, reason: str) -> None:
+        self._rejected.add(name)
+        self.events.emit(Kind.REJECTED, step=step, tier=DURABLE, reason=reason)
 
     def _reader(self, name: str, step: int) -> DurableReader:
         return DurableReader(f"{self.url}/{name}", step=step)

@@ -10,13 +10,13 @@ import jax
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.failures import is_damage
+from ckptkit.durable.lifecycle.places import Place, item_kind, json_name, readable, step_items
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.orbax.partial import elsewhere, read_item, read_leaves
 from ckptkit.durable.orbax.v1 import NEWER_HANDLER
 from ckptkit.durable.steps import DurableSteps
+from ckptkit.durable.stored_arrays import read_arrays
 from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError
-from ckptkit.inspection.arrays import read_arrays
-from ckptkit.inspection.places import Place, item_kind, json_name, readable, step_items
 from ckptkit.model.manifest import LeafRecord
 from ckptkit.model.paths import JSON_VALUE, JSON_VALUE_V1, STEP_METADATA
 from ckptkit.model.tiers import DURABLE

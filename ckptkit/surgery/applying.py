@@ -15,9 +15,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ckptkit.durable.lifecycle.places import Place, item_kind
+from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.errors import StepNotFoundError, SurgeryError
-from ckptkit.inspection.places import Place, item_kind
-from ckptkit.inspection.shares import sidecar_processes
 from ckptkit.manager.checkpoint_manager import CheckpointManager
 from ckptkit.model import paths
 from ckptkit.model.leaf_patterns import Rule

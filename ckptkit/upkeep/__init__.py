@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ckptkit.util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ckptkit.durable.lifecycle.adoption import AdoptedAs as AdoptedAs
+    from ckptkit.upkeep.adoption import AdoptedAs as AdoptedAs
     from ckptkit.upkeep.arenas import ArenaEntry as ArenaEntry
     from ckptkit.upkeep.arenas import Cleaning as Cleaning
     from ckptkit.upkeep.arenas import clean_arenas as clean_arenas

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import root_record_of
+from ckptkit.durable.lifecycle.places import local_kind, nothing_at
 from ckptkit.errors import StoreError
-from ckptkit.inspection.places import local_kind, nothing_at
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model import paths
 from ckptkit.slots.files import remove_slots

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ckptkit.durable.lifecycle.adoption import AdoptedAs, Adoption, plan_adoption
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, read_root
+from ckptkit.durable.lifecycle.places import Place, item_kind, no_directory
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
-from ckptkit.inspection.places import Place, item_kind, no_directory
 from ckptkit.inspection.records import FORMAT
-from ckptkit.inspection.roots import DurableStep, RootSteps, read_root
 from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import STEP_METADATA
 from ckptkit.store.roots import root_url
+from ckptkit.upkeep.adoption import AdoptedAs, Adoption, plan_adoption
 from ckptkit.util.plain import plain_fields
 from ckptkit.util.words import command_line
 

@@ -17,14 +17,13 @@ from typing import Any, final
 import xxhash
 
 from ckptkit.durable.commit import commit_mark
-from ckptkit.durable.lifecycle.adoption import Adoption, restamp_sidecars
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import Lease, WriterClaim
-from ckptkit.durable.lifecycle.shield import shield_records
+from ckptkit.durable.lifecycle.places import Place, step_items
+from ckptkit.durable.lifecycle.root_record import shield_records
 from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
 from ckptkit.formats.ranges import open_ranges
-from ckptkit.inspection.places import Place, step_items
 from ckptkit.model import paths
 from ckptkit.store import open_store, put_new
 from ckptkit.store.backends import properties_of
@@ -32,6 +31,7 @@ from ckptkit.store.local import make_durable, remove_empty, require_free, sync_d
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore, forget_listings
 from ckptkit.store.retry import retried
+from ckptkit.upkeep.adoption import Adoption, restamp_sidecars
 from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep, sizes_of, stamp_of
 from ckptkit.util import clock
 from ckptkit.verification.durable import prove_written

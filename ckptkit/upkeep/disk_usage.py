@@ -12,11 +12,11 @@ from urllib.parse import unquote
 
 from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.lifecycle.leases import PruneGuard
+from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, StepState, read_ancestry, read_root
 from ckptkit.durable.lifecycle.pins import pin_reason, pinned_steps
+from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind, no_directory
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.places import Place, item_kind, local_kind, no_directory
-from ckptkit.inspection.records import FORMAT, StepState
-from ckptkit.inspection.roots import DurableStep, RootSteps, read_ancestry, read_root
+from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.steps import no_slots, no_tier
 from ckptkit.model import paths
 from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, TREE_METADATA

@@ -16,13 +16,13 @@ from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard
+from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root
 from ckptkit.durable.lifecycle.permissions import Standing, reason_to_leave
 from ckptkit.durable.lifecycle.pins import pinned_steps
+from ckptkit.durable.lifecycle.places import Place, no_directory
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
-from ckptkit.inspection.places import Place, no_directory
-from ckptkit.inspection.records import FORMAT, StepState
-from ckptkit.inspection.roots import DurableStep, read_root
+from ckptkit.inspection.records import FORMAT
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import open_store

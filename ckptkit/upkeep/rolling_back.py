@@ -8,9 +8,9 @@ from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.pins import pinned_steps
-from ckptkit.durable.lifecycle.shield import shield_records
+from ckptkit.durable.lifecycle.places import Place
+from ckptkit.durable.lifecycle.root_record import shield_records
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
-from ckptkit.inspection.places import Place
 from ckptkit.inspection.records import FORMAT, StepEntry
 from ckptkit.inspection.steps import list_steps
 from ckptkit.model.manifest import SaveId, new_id

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ckptkit.durable.lifecycle.places import Place, is_committed, item_kind, nothing_at
+from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, UntrustedStepError
-from ckptkit.inspection.places import Place, is_committed, item_kind, nothing_at
 from ckptkit.inspection.records import FORMAT
-from ckptkit.inspection.shares import sidecar_processes
 from ckptkit.model import paths
 from ckptkit.model.cells import digested_cells
 from ckptkit.model.manifest import Manifest, SaveId

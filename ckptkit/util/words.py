@@ -1,4 +1,4 @@
-"""Lists and commands in messages."""
+"""Lists, counts and commands in messages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ def first_of(names: Sequence[object], most: int) -> str:
     """The first `most` of some names, and how many more there are: `a, b and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
+
+
+def count_text(count: int, one: str, several: str | None = None) -> str:
+    """How many of what: `1 leaf`, `2 leaves`; without `several`, an s makes them more."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def command_line(*words: object) -> str:

@@ -14,14 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.durable.cells.local_reader import PlacedCells
+from ckptkit.durable.cells.placed import PlacedCells
 from ckptkit.durable.lifecycle.classify import grain_names_in
-from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, is_text_leaf
-from ckptkit.durable.read_step import DurableReader, without_identity
-from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
-from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.arrays import read_arrays
-from ckptkit.inspection.places import (
+from ckptkit.durable.lifecycle.places import (
     Place,
     committed_at_s,
     is_committed,
@@ -32,14 +27,13 @@ from ckptkit.inspection.places import (
     readable,
     step_items,
 )
-from ckptkit.inspection.shares import (
-    items_missing,
-    joined_problems,
-    leaf_of_record,
-    own_sidecars,
-    sidecar_processes,
-    sidecars_lost,
-)
+from ckptkit.durable.lifecycle.step_records import items_missing, own_sidecars, sidecar_processes, sidecars_lost
+from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, is_text_leaf
+from ckptkit.durable.read_step import DurableReader, without_identity
+from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
+from ckptkit.durable.stored_arrays import read_arrays
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.shares import joined_problems, leaf_of_record
 from ckptkit.inspection.sharing import shared_files, steps_words
 from ckptkit.model.boxes import Box
 from ckptkit.model.cells import digested_cells

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Set
 from contextlib import suppress
 
 from ckptkit.durable.lifecycle.delete import remove_step
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.errors import StoreError
-from ckptkit.inspection.places import Place
 from ckptkit.model import paths
 from ckptkit.store import PutMode, Store, open_store
 from ckptkit.store.local import remove_empty

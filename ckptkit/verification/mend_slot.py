@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptkit.inspection.places import local_kind
+from ckptkit.durable.lifecycle.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box

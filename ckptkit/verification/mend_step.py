@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 
-from ckptkit.inspection.places import Place
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.model import paths
 from ckptkit.store.local import sync_directory, sync_tree
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, exchange, move_aside

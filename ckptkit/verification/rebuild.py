@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from ckptkit.durable.cells.writer import CellStream
+from ckptkit.durable.lifecycle.places import Place, json_name
+from ckptkit.durable.lifecycle.step_records import read_sidecars, sidecar_processes
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.places import Place, json_name
-from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.model.boxes import Box, cells_of, missing_elements
 from ckptkit.model.cells import cell_ranges, digested_cells
 from ckptkit.model.digests import digest_of

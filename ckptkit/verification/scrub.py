@@ -12,12 +12,13 @@ from typing import Any, Literal, final
 from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions
+from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root
 from ckptkit.durable.lifecycle.permissions import Standing, reason_to_leave
 from ckptkit.durable.lifecycle.pins import pinned_steps
+from ckptkit.durable.lifecycle.places import Place, nothing_at
+from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.errors import CorruptCheckpointError, StoreError, with_damage
-from ckptkit.inspection.places import Place, nothing_at
-from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
-from ckptkit.inspection.shares import read_shares, sidecar_processes
+from ckptkit.inspection.shares import read_shares
 from ckptkit.inspection.steps import slots_of_root
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import xxhash
 
+from ckptkit.durable.lifecycle.places import local_kind
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box, missing_elements

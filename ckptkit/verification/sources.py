@@ -8,9 +8,9 @@ from typing import final
 
 import numpy as np
 
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
-from ckptkit.inspection.places import Place
 from ckptkit.inspection.shares import Share
 from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.digests import digest_of

@@ -12,17 +12,18 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import numpy as np
 import tensorstore as ts
 
+from ckptkit.durable.cells.tensorstore_wait import finished
+from ckptkit.durable.lifecycle.places import Place, item_kind, json_name, json_value
+from ckptkit.durable.stored_arrays import ChunkGrid, StoredArray, open_kvstore, read_arrays, stores_all
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.arrays import ChunkGrid, finished, open_array, open_kvstore, read_arrays, stores_all
-from ckptkit.inspection.places import Place, item_kind, json_name, json_value
-from ckptkit.inspection.records import LeafInfo
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.paths import array_prefix
 from ckptkit.verification.pool import CellCheck
 from ckptkit.verification.records import Finding
@@ -50,10 +51,10 @@ Undigested = Literal["arrays", "small", "unknown"]  # what an item is of which n
 class StockLeaf:
     """The reads of one array. `checks` are made one by one, while they are read."""
 
-    def __init__(self, item: Place, name: str, leaf: LeafInfo, chunks: Sequence[Box], opening: Any):
+    def __init__(self, item: Place, name: str, leaf: LeafInfo, chunks: Sequence[Box], array: StoredArray):
         assert leaf.cell is not None
         self._item, self._name, self._leaf, self._cell, self._chunks = item, name, leaf, leaf.cell, chunks
-        self._opening, self._opened = opening, None
+        self._array = array
         self._itemsize = np.dtype(leaf.dtype).itemsize
         self._lock = threading.Lock()
         self._damaged = 0
@@ -90,9 +91,7 @@ class StockLeaf:
         if left_out is not None:
             raise CorruptCheckpointError(f"{where}: {left_out}", path=self._item.url)
         try:
-            if self._opened is None:
-                self._opened = self._opening()
-            finished(self._opened[0][box.slices()].read(), where, self._opened[1])
+            self._array.read(box)
         except CorruptCheckpointError:
             with self._lock:
                 self._damaged += 1
@@ -146,6 +145,7 @@ def _stock_leaves(item: Place, name: str, reads: StockReads) -> list[StockLeaf]:
     listed = finished(open_kvstore(item, ocdbt, timeout_s).list(), item.url, timeout_s)
     keys = sorted(key.decode(errors="replace") for key in listed)
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})  # every chunk is read once
+    limits_s = {"open_timeout_s": timeout_s, "read_timeout_s": timeout_s}
     made = []
     for leaf in stored.leaves:
         if leaf.shape is None or 0 in leaf.shape:
@@ -155,14 +155,8 @@ def _stock_leaves(item: Place, name: str, reads: StockReads) -> list[StockLeaf]:
         found = _stored(keys, array_prefix(leaf.name), grid, counts)
         if all_stored:
             findings += _missing(item, name, leaf, grid, counts, found)
-
-        def opening(leaf: LeafInfo = leaf) -> Any:
-            layout = stored.layout
-            array = open_array(item, leaf, layout, context, timeout_s, fill_missing=not all_stored)
-            return array, timeout_s
-
-        chunks = [_box(index, grid, leaf) for index in sorted(found)]
-        made.append(StockLeaf(item, name, leaf, chunks, opening))
+        array = StoredArray(item, leaf, stored.layout, context, fill_missing=not all_stored, **limits_s)
+        made.append(StockLeaf(item, name, leaf, [_box(index, grid, leaf) for index in sorted(found)], array))
     return made
 
 

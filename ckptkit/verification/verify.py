@@ -7,10 +7,10 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
+from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind, no_directory, nothing_at
+from ckptkit.durable.lifecycle.step_records import read_sidecars, sidecar_processes
 from ckptkit.errors import StepNotFoundError, StoreError, with_damage
-from ckptkit.inspection.places import Place, item_kind, local_kind, no_directory, nothing_at
-from ckptkit.inspection.roots import read_ancestry, read_root
-from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.model import paths
 from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store.backends import properties_of

@@ -11,8 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.inspection import outlook
 from ckptkit.model.manifest import Writer
-from ckptkit.restore import outlook
 from ckptkit.slots.reader import read_manifest
 from ckptkit.store.mounts import FILE_SYSTEMS
 from tests.cli.conftest import HOST, Ours, Run

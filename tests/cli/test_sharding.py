@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ckptkit.inspection.words import parsed_sharding
+from ckptkit.model.leaf_info import parsed_sharding
 from tests.cli.conftest import Ours, Run
 
 

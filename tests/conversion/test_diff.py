@@ -15,7 +15,7 @@ import pytest
 from ckptkit.cli import main
 from ckptkit.conversion import diff
 from ckptkit.formats.tensors import Tensor
-from ckptkit.inspection.records import LeafInfo
+from ckptkit.model.leaf_info import LeafInfo
 from tests.cli.conftest import Ours, Run
 from tests.formats import writers
 from tests.formats.writers import dtype_of

@@ -21,8 +21,8 @@ from ckptkit.conversion import Quantization, convert, plan_convert
 from ckptkit.conversion.quantizing import Weight
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Tensor
-from ckptkit.inspection.records import LeafInfo
 from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.quantization import DTYPES
 from tests.cli.conftest import Run
 from tests.conversion.test_assembling import read

@@ -25,9 +25,9 @@ from ckptkit.durable.lifecycle.classify import (
     has_been_written,
     run_format,
 )
+from ckptkit.durable.lifecycle.listing import RootSteps, read_ancestry, read_root
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.sidecars import marker_text
-from ckptkit.inspection.places import Place
-from ckptkit.inspection.roots import RootSteps, read_ancestry, read_root
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer

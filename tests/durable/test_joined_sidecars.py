@@ -13,7 +13,6 @@ import tensorstore as ts
 
 import ckptkit
 from ckptkit.durable import sidecars
-from ckptkit.durable.lifecycle.adoption import restamp_sidecars
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.durable.sidecars import join_sidecars, split_sidecars
@@ -27,6 +26,7 @@ from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writ
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Kind
 from ckptkit.upkeep import signing
+from ckptkit.upkeep.adoption import restamp_sidecars
 from tests.durable.test_write_step import Meeting
 
 _COUNT = 5

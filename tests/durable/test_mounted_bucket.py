@@ -18,12 +18,12 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 import ckptkit
 from ckptkit import direct
 from ckptkit.durable.abandoned import clean_left, left_behind
+from ckptkit.durable.lifecycle.listing import latest_step
 from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.read_step import identity_metadata
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import CheckpointError
 from ckptkit.inspection import list_steps
-from ckptkit.inspection.latest import latest_step
 from ckptkit.job.coordination import make_coordinator
 from ckptkit.model import paths
 from ckptkit.model.durable_profile import DurableProfile

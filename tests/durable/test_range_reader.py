@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
-from ckptkit.durable.cells import range_reader
+from ckptkit.durable.cells import placed as range_reader
 from ckptkit.durable.cells.ocdbt import Placed
-from ckptkit.durable.cells.range_reader import _joined
+from ckptkit.durable.cells.placed import _joined
 from ckptkit.durable.cells.reader import CellReader
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.store import open_store

@@ -11,7 +11,7 @@ import pytest
 
 import ckptkit
 from ckptkit.durable.lifecycle.pins import pinned_steps
-from ckptkit.durable.lifecycle.shield import SHIELD_KEY
+from ckptkit.durable.lifecycle.root_record import SHIELD_KEY
 from ckptkit.store import open_store
 from ckptkit.store.remote import forget_listings
 from ckptkit.testing.bucket import BucketServer

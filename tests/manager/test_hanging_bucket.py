@@ -16,7 +16,7 @@ import pytest
 import ckptkit
 from ckptkit import DurableProfile, FailurePolicy
 from ckptkit.durable.cells import writer
-from ckptkit.inspection.latest import latest_step
+from ckptkit.durable.lifecycle.listing import latest_step
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Hang, Kind, PermissionWithdrawn, Status
 
 TIMEOUT_S = 1.0  # of an operation: generous for a bucket in this process

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit.cli import main
-from ckptkit.durable.lifecycle.adoption import plan_adoption
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords, Rollback
 from ckptkit.errors import CheckpointError, SaveFailedError
 from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import copy, copying, plan_copy, plan_rollback, rollback
+from ckptkit.upkeep.adoption import plan_adoption
 from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
 from tests.upkeep.test_copy import stock_value
 from tests.upkeep.test_prune import steps_in

@@ -23,7 +23,7 @@ def main(process: int, port: str, root: Path) -> None:
 
     import ckptkit
     import ckptkit.v1
-    from ckptkit.inspection.places import Place
+    from ckptkit.durable.lifecycle.places import Place
 
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

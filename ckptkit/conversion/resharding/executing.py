@@ -26,10 +26,10 @@ from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, SpecRu
 from ckptkit.conversion.resharding.source import ReshardSource, SourceItem
 from ckptkit.conversion.roots import require_fitting
 from ckptkit.durable.cells.writer import can_hold, merge_processes, process_directory
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import MEMORY_BYTES
-from ckptkit.inspection.places import Place
 from ckptkit.job.coordination import Coordinator, LocalCoordinator
 from ckptkit.job.vote import act_together
 from ckptkit.model import paths

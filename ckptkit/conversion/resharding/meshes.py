@@ -13,7 +13,7 @@ from typing import final
 import numpy as np
 
 from ckptkit.errors import CheckpointError
-from ckptkit.inspection.words import axes_of
+from ckptkit.model.leaf_info import axes_of
 
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that split it; trailing ones may be left out
 

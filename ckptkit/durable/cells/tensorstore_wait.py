@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ckptkit.errors import StoreError, TransientStoreError
+from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.store import Store, open_store
 from ckptkit.store.backend import Needed
@@ -74,6 +74,24 @@ def translated(operation: Callable[[], _T], where: str, needs: Needed = "get") -
         if any(status in text for status in UNREACHABLE):
             raise TransientStoreError(f"{where}: {text}", path=where) from error
         raise
+
+
+def undamaged(operation: Callable[[], _T], url: str, where: str) -> _T:
+    """The result of `operation`; raises `CorruptCheckpointError` for every error that is not an access problem. A
+    damaged node of an OCDBT tree is INVALID_ARGUMENT, the one status that TensorStore does not name."""
+    try:
+        return translated(operation, url)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{where}: {words_of(error)}", path=url) from error
+
+
+def finished(future: Any, where: str, timeout_s: float) -> Any:
+    """The result of one future, within a limit of the caller's own. Raises as `undamaged`, and `TransientStoreError`
+    if it takes longer."""
+    try:
+        return undamaged(lambda: future.result(timeout=timeout_s), where, where)
+    except TimeoutError as error:
+        raise TransientStoreError(f"{where}: no answer within {timeout_s:g} s; try again", path=where) from error
 
 
 def words_of(error: BaseException) -> str:

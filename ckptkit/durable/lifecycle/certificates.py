@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ckptkit.durable.lifecycle.shield import shield_records
+from ckptkit.durable.lifecycle.root_record import shield_records
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import Store

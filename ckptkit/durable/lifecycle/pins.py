@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckptkit.durable.lifecycle.leases import announced_deletions
-from ckptkit.durable.lifecycle.shield import shield_records
+from ckptkit.durable.lifecycle.root_record import shield_records
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.store import Store

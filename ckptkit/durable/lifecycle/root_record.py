@@ -2,6 +2,10 @@
 
 A root that is copied, moved or restored from a backup keeps its id. One that was removed and made again has another:
 slots of the removed one are in directories of another name (`paths.job_name`).
+
+`shield_records` keeps stock Orbax from deleting `_ckptkit`, where this record, pins, epochs and leases are. Where a
+mark commits a step, Orbax takes every directory of a root without one for a save that was cut off, and
+`cleanup_tmp_directories=True` deletes it.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import SaveId, check_names, new_id
 from ckptkit.store import Store
+
+SHIELD_KEY = f"{paths.SIDECAR_DIR}/{paths.COMMIT_MARK}"
+_SHIELD = b"Not a step: the records of ckptkit. This file keeps cleanup_tmp_directories of Orbax from deleting them."
 
 
 @final
@@ -62,6 +69,15 @@ def make_root_record(store: Store, *, earlier: bool, known: str = "") -> RootRec
     except FileExistsError:
         return read_root_record(store)
     return record
+
+
+def shield_records(store: Store, *, marked: bool = False) -> None:
+    """Puts the mark below a root's `_ckptkit` where it is absent: in a bucket, and on a disk whose steps are `marked`.
+
+    Cost: a look, and one put in the life of a root. Raises `StoreError`.
+    """
+    if (marked or not store.properties.atomic_rename) and store.stat(SHIELD_KEY) is None:
+        store.put(SHIELD_KEY, _SHIELD)
 
 
 def _sealed(record: RootRecord) -> bytes:

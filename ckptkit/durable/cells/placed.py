@@ -1,5 +1,9 @@
-"""Zarr cells of a step in a bucket, many in one request: neighbours in a data object are read together, ahead of those
-who ask for them. TensorStore would have a future, two copies and a search in the tree for each cell."""
+"""Zarr cells of a step by their places in its data files: on a disk read straight from the files, in a bucket many in
+one request. TensorStore would copy twice, and search in the tree for each cell.
+
+Both readers are shortcuts that may decline: cells that they cannot get or understand are left to `CellReader`, which
+reports the reason. Digests decide whether bytes are right.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.blosc import copied_plain
+from ckptkit.durable.cells.blosc import HEAD_BYTES, copied_plain, may_be_encoded
 from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.cells.ocdbt import Placed, places
 from ckptkit.durable.cells.reader import Wanted
@@ -23,6 +28,7 @@ from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord
 from ckptkit.model.paths import array_prefix
+from ckptkit.util.disk_file import FileReads
 
 _RANGE_BYTES = 8 << 20  # of a request, unless one cell has more: several at a time are faster than one
 _GAP_BYTES = 1 << 20  # that nobody asked for, read along rather than asked around
@@ -30,6 +36,91 @@ _KEYS_MAX = 500_000  # of a database whose places are read as a whole; of a larg
 
 _Item = dict[str, Placed | bytes]
 _Key = tuple[str, str]  # item, key of a cell
+
+
+@final
+class _Places:
+    """The places of the cells of each item, read from its database once: none of one that is not understood."""
+
+    def __init__(self, step_url: str, profile: DurableProfile, keys_max: int | None = None):
+        self._url, self._profile, self._keys_max = step_url, profile, keys_max
+        self._context = kvstore_context(profile, writing=False)
+        self._lock = threading.Lock()
+        self._reading: dict[str, threading.Lock] = {}
+        self._bases: dict[str, Any] = {}
+        self.known: dict[str, _Item] = {}
+
+    def of(self, item: str) -> _Item:
+        """Cost the first time: the nodes of its database, two round trips and 5 to 10 microseconds a key."""
+        with self._lock:
+            reading = self._reading.setdefault(item, threading.Lock())
+        with reading:
+            if item not in self.known:
+                self.known[item] = self._read(item)
+            return self.known[item]
+
+    def base(self, item: str) -> Any:
+        """The key-value store of an item's files."""
+        if item not in self._bases:
+            opened = ts.KvStore.open(base_of(f"{self._url}/{item}"), context=self._context)
+            self._bases[item] = self._finished(item, opened)
+        return self._bases[item]
+
+    def _read(self, item: str) -> _Item:
+        with suppress(CheckpointError, OSError, ValueError, KeyError, TypeError, IndexError):
+            return places(self.base(item), lambda future: self._finished(item, future), keys_max=self._keys_max)
+        return {}
+
+    def _finished(self, item: str, future: Any) -> Any:
+        return awaited([future], self._profile, f"{self._url}/{item}")[0]
+
+
+@final
+class PlacedCells:
+    """The cells of a step on a disk. Safe from several threads."""
+
+    def __init__(self, step_url: str, profile: DurableProfile):
+        self._directory = Path(step_url.removeprefix("file://"))
+        self._places = _Places(step_url, profile)
+        self._lock = threading.Lock()
+        self._files: dict[tuple[str, str], FileReads | None] = {}
+
+    def open(self, item: str) -> None:
+        """Reads the places of an item's cells, once."""
+        self._places.of(item)
+
+    def expect(self, wanted: Iterable[Wanted]) -> list[Wanted]:
+        """Gives back what `fill` will not fill: all of an item whose database it does not understand."""
+        return [each for each in wanted if not self._places.of(each[0])]
+
+    def fill(self, item: str, leaf: LeafRecord, cell: Box, target: np.ndarray) -> bool:
+        """Fills flat `target` with the bytes of a cell that is stored as it is, whole; False where it is not."""
+        size_bytes = leaf.cell_bytes
+        if target.nbytes != size_bytes or cell.shape != leaf.cell:  # padded, at the end of an axis
+            return False
+        place = self._places.of(item).get(cell_key(array_prefix(leaf.name), leaf, cell))
+        if isinstance(place, bytes):
+            return copied_plain(place, target)
+        if place is None or place.length != size_bytes:
+            return False
+        with suppress(OSError, EOFError, ValueError):
+            if (file := self._file(item, place.path)) is not None:
+                file.fill(target, place.start)
+                return not may_be_encoded(target[:HEAD_BYTES].tobytes(), size_bytes, size_bytes)
+        return False
+
+    def file_of(self, item: str, leaf: LeafRecord, cell: Box) -> str | None:
+        """The file that holds a cell, by its path below the step; None where a tree holds it, or it is not known."""
+        place = self._places.of(item).get(cell_key(array_prefix(leaf.name), leaf, cell))
+        return f"{item}/{place.path}" if isinstance(place, Placed) else None
+
+    def _file(self, item: str, path: str) -> FileReads | None:
+        with self._lock:
+            key = (item, path)
+            if key not in self._files:
+                self._files[key] = None  # once is enough for one that is not there
+                self._files[key] = FileReads(self._directory / item / path)
+            return self._files[key]
 
 
 class _Range:
@@ -51,32 +142,23 @@ class _Range:
 
 @final
 class PlacedRanges:
-    """Reads the cells of one step in a bucket as byte ranges of its data objects.
+    """The cells of a step in a bucket, as byte ranges of its data objects: neighbours are read together, ahead.
 
-    A shortcut that may decline: cells that it cannot get or understand are left to `CellReader`, which reports the
-    reason. Digests decide whether bytes are right. Holds up to `DurableProfile.read_ahead_bytes`. Safe from several
-    threads.
+    Holds up to `DurableProfile.read_ahead_bytes`. Safe from several threads.
     """
 
     def __init__(self, step_url: str, profile: DurableProfile):
         self._url, self._profile = step_url, profile
-        self._context = kvstore_context(profile, writing=False)
+        self._places = _Places(step_url, profile, _KEYS_MAX)
         self._lock = threading.Lock()
-        self._bases: dict[str, Any] = {}
-        self._items: dict[str, _Item] = {}
         self._waiting: deque[_Range] = deque()
         self._ranges: dict[_Key, tuple[_Range, Placed]] = {}
         self._begun_bytes = 0
         self._given_up = False
 
     def open(self, item: str) -> None:
-        """Reads the places of an item's cells, once. Cost: two round trips, and 5 microseconds for each cell."""
-        with self._lock:
-            if item in self._items:
-                return
-        found = self._read_places(item)
-        with self._lock:
-            self._items.setdefault(item, found)
+        """Reads the places of an item's cells, once."""
+        self._places.of(item)
 
     def expect(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Begins to read what `fill` will be asked for, in about that order; gives back what it will not fill."""
@@ -113,15 +195,14 @@ class PlacedRanges:
             self._given(made)
 
     def _fill_inline(self, key: _Key, target: np.ndarray) -> bool:
-        found = self._items.get(key[0], {}).get(key[1])
+        found = self._places.known.get(key[0], {}).get(key[1])
         return isinstance(found, bytes) and copied_plain(found, target)
 
     def _placed(self, wanted: Wanted) -> list[tuple[_Key, Placed]] | None:
         """The places of the wanted cells of a box, without those in the tree itself. None if some are not stored
         plainly: padded, encoded, or in a tree that is not understood."""
         item, leaf, record, box = wanted
-        self.open(item)
-        known, prefix, nbytes = self._items[item], array_prefix(leaf.name), leaf.cell_bytes
+        known, prefix, nbytes = self._places.of(item), array_prefix(leaf.name), leaf.cell_bytes
         found = []
         for cell in cells_of(record.box, leaf.cell):
             if record.box != box and cell.intersect(box) is None:
@@ -184,24 +265,8 @@ class PlacedRanges:
 
     def _begin(self, made: _Range) -> None:
         made.begun = True
-        made.reading = self._base(made.item).read(made.path, byte_range=slice(made.start, made.stop))
+        made.reading = self._places.base(made.item).read(made.path, byte_range=slice(made.start, made.stop))
         self._begun_bytes += made.nbytes
-
-    def _base(self, item: str) -> Any:
-        if item not in self._bases:
-            opened = ts.KvStore.open(base_of(f"{self._url}/{item}"), context=self._context)
-            self._bases[item] = awaited([opened], self._profile, f"{self._url}/{item}")[0]
-        return self._bases[item]
-
-    def _read_places(self, item: str) -> _Item:
-        def finished(future: Any) -> Any:
-            return awaited([future], self._profile, f"{self._url}/{item}")[0]
-
-        with suppress(CheckpointError, OSError, ValueError, KeyError, TypeError, IndexError):
-            with self._lock:
-                base = self._base(item)
-            return places(base, finished, keys_max=_KEYS_MAX)
-        return {}
 
 
 def _joined(expected: Iterable[tuple[_Key, Placed]]) -> list[_Range]:

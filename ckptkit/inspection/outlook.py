@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
+from ckptkit.durable.lifecycle.places import Place, is_slot_directory, nothing_at
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import (
     CheckpointError,
@@ -18,8 +20,6 @@ from ckptkit.errors import (
     with_damage,
 )
 from ckptkit.events import EventLog
-from ckptkit.inspection.places import Place, is_slot_directory, nothing_at
-from ckptkit.inspection.roots import read_ancestry, read_root
 from ckptkit.inspection.shares import read_share, read_shares
 from ckptkit.inspection.steps import tier_shares
 from ckptkit.model import paths

@@ -10,18 +10,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.cells.ocdbt import inline_values
-from ckptkit.durable.cells.tensorstore_wait import words_of
-from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
-from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.records import LeafInfo
-from ckptkit.inspection.words import dtype_name, sharding_words
+from ckptkit.durable.cells.tensorstore_wait import finished
+from ckptkit.durable.lifecycle.places import Place, readable
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_info import LeafInfo, dtype_name, sharding_words
 from ckptkit.model.manifest_checks import BYTES_MAX
 from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, TREE_METADATA, array_prefix
 from ckptkit.util.words import first_of
@@ -30,15 +30,6 @@ _ZARR_NAMES = {2: ".zarray", 3: "zarr.json"}
 _KINDS = {"jax.Array": "jax", "np.ndarray": "numpy"}
 _NOT_IN_ZARR = frozenset({"string"})  # they are together in `_strings.json`
 _READS_AT_ONCE = 1000
-_ACCESS = (
-    "ABORTED",
-    "CANCELLED",
-    "DEADLINE_EXCEEDED",
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "UNAUTHENTICATED",
-    "UNAVAILABLE",
-)
 
 TreeEntry = tuple[tuple[str, ...], str, bool]  # path, kind, whether zarr has it
 
@@ -277,42 +268,55 @@ def open_kvstore(place: Place, ocdbt: bool, timeout_s: float) -> Any:
     return finished(ts.KvStore.open({"driver": "ocdbt", "base": base} if ocdbt else base), place.url, timeout_s)
 
 
-def open_array(
-    item: Place, leaf: LeafInfo, words: str, context: Any, timeout_s: float, *, fill_missing: bool = True
-) -> Any:
-    """TensorStore's view of one leaf of an item whose layout is `words`, as `read_arrays` gives it.
+@final
+class StoredArray:
+    """One array of an item whose layout is `layout`, as `read_arrays` gives it. TensorStore opens it at the first read.
 
     Without `fill_missing` a chunk that is not there is damage, as where the writer stored every chunk.
     """
-    base = base_of(item.url)
-    kvstore: Any = base_of(f"{item.url}/{leaf.name}" if leaf.name else item.url)
-    if words.startswith("ocdbt"):
-        kvstore = {"driver": "ocdbt", "base": base, "path": array_prefix(leaf.name)}
-    spec = {"driver": "zarr3" if words.endswith("zarr3") else "zarr", "kvstore": kvstore, "open": True}
-    if not fill_missing:
-        spec["fill_missing_data_reads"] = False
-    return finished(ts.open(spec, context=context), f"{item.url}: leaf {leaf.name}", timeout_s)
+
+    def __init__(
+        self,
+        item: Place,
+        leaf: LeafInfo,
+        layout: str,
+        context: Any,
+        *,
+        open_timeout_s: float,
+        read_timeout_s: float,
+        fill_missing: bool = True,
+    ):
+        self._item, self._leaf, self._layout, self._context = item, leaf, layout, context
+        self._timeouts_s = open_timeout_s, read_timeout_s
+        self._fill_missing = fill_missing
+        self._opened: Any = None
+
+    def read(self, box: Box) -> np.ndarray:
+        """The elements of a box. Raises `CorruptCheckpointError` for damage, `StoreError` for what cannot be
+        reached."""
+        if self._opened is None:
+            self._opened = self._open()
+        return finished(self._opened[box.slices()].read(), self._where, self._timeouts_s[1])
+
+    @property
+    def _where(self) -> str:
+        return f"{self._item.url}: leaf {self._leaf.name}"
+
+    def _open(self) -> Any:
+        item, leaf = self._item, self._leaf
+        kvstore: Any = base_of(f"{item.url}/{leaf.name}" if leaf.name else item.url)
+        if self._layout.startswith("ocdbt"):
+            kvstore = {"driver": "ocdbt", "base": base_of(item.url), "path": array_prefix(leaf.name)}
+        spec = {"driver": "zarr3" if self._layout.endswith("zarr3") else "zarr", "kvstore": kvstore, "open": True}
+        if not self._fill_missing:
+            spec["fill_missing_data_reads"] = False
+        array = finished(ts.open(spec, context=self._context), self._where, self._timeouts_s[0])
+        if tuple(array.shape) != leaf.shape:
+            raise CorruptCheckpointError(f"{self._where} changed while it was read", path=item.url)
+        return array
 
 
 def stores_all(item: Place) -> bool:
     """Whether the writer stored also chunks that hold only the fill value: then a chunk that is not there is lost."""
     with readable(f"{item.url}/{TREE_METADATA}"):
         return (item.json(TREE_METADATA) or {}).get("store_array_data_equal_to_fill_value") is True
-
-
-def finished(future: Any, where: str, timeout_s: float) -> Any:
-    """The result of a TensorStore future, or one of our errors.
-
-    TensorStore raises ValueError for everything; the status name in its text is what tells them apart.
-    Damaged nodes of an OCDBT tree are INVALID_ARGUMENT, the one status that it does not name: so what is not known
-    to be about access is damage.
-    """
-    try:
-        return future.result(timeout=timeout_s)
-    except TimeoutError as error:
-        raise TransientStoreError(f"{where}: no answer within {timeout_s:g} s; try again", path=where) from error
-    except ValueError as error:
-        message = f"{where}: {words_of(error)}"
-        if any(status in message for status in _ACCESS):
-            raise StoreError(message, path=where) from error
-        raise CorruptCheckpointError(message, path=where) from error
