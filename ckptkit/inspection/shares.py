@@ -1,8 +1,7 @@
-"""Reads ckptkit's own records: manifests of fast-tier slots, and the sidecars of durable items."""
+"""Reads the shares in slots of fast tiers for people, and describes the leaves that records name."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,20 +9,15 @@ from pathlib import Path
 from typing import Literal
 
 from ckptkit.durable.lifecycle.places import Place, readable, require_regular
-from ckptkit.durable.sidecars import (
-    split_sidecars,
-)
+from ckptkit.durable.sidecars import split_sidecars
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import Item
 from ckptkit.model import paths
 from ckptkit.model.leaf_info import LeafInfo, dtype_name, sharding_words
 from ckptkit.model.manifest import LeafRecord, Manifest
-from ckptkit.slots.latest_pointer import lost_newest
-from ckptkit.slots.reader import read_manifest
+from ckptkit.slots.reader import manifest_name_of, read_manifest, read_manifests
 
 _SMALL_KINDS: Mapping[str, Literal["grain", "other"]] = {"grain": "grain", "files": "other"}
-_READ_THREADS = 8
-_MARKER_S = 20.0  # for a marker, which is rarely asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +34,16 @@ def read_shares(directory: Path) -> tuple[list[Share], list[CorruptCheckpointErr
 
     A manifest that goes while it is read was superseded, and is left out.
     """
-    shares, damaged = [], []
-    for name in _listed(directory):
-        if paths.save_of_manifest(name) is None:
-            continue
-        try:
-            shares.append(read_share(directory / name))
-        except FileNotFoundError:
-            continue
-        except CorruptCheckpointError as error:
-            damaged.append(error)
-    if (lost := lost_newest(directory, [share.manifest.save_id for share in shares])) is not None:
-        damaged.append(lost)
-    return sorted(shares, key=lambda share: share.manifest.save_id, reverse=True), damaged
+    found, damaged = read_manifests([directory])
+    for cause in (error.__cause__ for error in damaged):
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError | NotADirectoryError):
+            raise StoreError(f"{cause.filename}: {cause.strerror}; look at its permissions", path=str(directory))
+    shares: list[Share] = []
+    for _, manifest in found:
+        with suppress(FileNotFoundError):
+            committed_at_s = (directory / manifest_name_of(manifest.save_id)).stat().st_mtime
+            shares.append(Share(directory=directory, manifest=manifest, committed_at_s=committed_at_s))
+    return shares, [error for error in damaged if not isinstance(error.__cause__, OSError)]
 
 
 def read_share(path: Path) -> Share:
@@ -122,12 +113,3 @@ def items_of_manifest(manifest: Manifest) -> tuple[Item, ...]:
         if name not in manifest.trees  # else its empty nodes
     ]
     return (*arrays, *inline)
-
-
-def _listed(directory: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise StoreError(f"{directory}: {error.strerror}; look at its permissions", path=str(directory)) from error

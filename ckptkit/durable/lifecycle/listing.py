@@ -7,7 +7,7 @@ index object exists, since it could go stale: the listing itself is the truth.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -259,7 +259,7 @@ def _mark(place: Place, name: str) -> bytes | None:
     return place.below(name).read(paths.COMMIT_MARK)
 
 
-def _contents(place: Place, known: Collection[str]) -> tuple[dict[str, Content], dict[str, LeftOutReason]]:
+def _contents(place: Place, known: Mapping[str, DurableStep]) -> tuple[dict[str, Content], dict[str, LeftOutReason]]:
     """The contents of each directory whose name a step could have; and which of them are links."""
     contents: dict[str, Content] = {}
     named = _step_names(place)
@@ -268,8 +268,8 @@ def _contents(place: Place, known: Collection[str]) -> tuple[dict[str, Content],
     }
     claimed: set[str] | None = None
     for name in named:
-        each = place.below(name)
-        content = "step" if name in known else _content(each)
+        each = known[name].place if name in known else place.below(name)  # which was listed when it was looked into
+        content = _content(each)
         if content == "nothing" and not each.names() and not os.path.isdir(each.url):
             continue  # deleted meanwhile
         if content == "nothing" and not is_committed(each):
