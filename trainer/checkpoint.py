@@ -119,7 +119,7 @@ def save(manager: Any | None, state: State, position: Position, *, force: bool =
 
 
 def save_end(manager: Any | None, state: State, position: Position) -> None:
-    """Make the end of a run durable where a restart found it in fast tiers alone: they go with their hosts.
+    """Make the end of a run durable if a restart found it in fast tiers alone: these are lost with their hosts.
 
     A step is saved once, so its copies there go first; a loss in between costs the steps since the save before it.
     All processes call this together.
@@ -190,9 +190,9 @@ def wait_until_staged(manager: Any | None, events: EventLog) -> None:
 
 
 def check_writable(directory: str | None, flag: str, *, remote: bool = False) -> None:
-    """Refuse a local directory that cannot be made or written, naming the flag, and a URL where none is of use.
+    """Refuse a local directory that cannot be made or written, and a URL unless `remote`. The error names the flag.
 
-    `remote`: a URL is, and whoever writes there checks it.
+    `remote`: a URL is accepted here; the code that writes to it checks it.
     """
     if directory is None or (remote and "://" in directory):
         return

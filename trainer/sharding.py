@@ -31,7 +31,7 @@ RULES: Rules = (
     (r"attention/out$", P("model", None, "fsdp")),  # [N, H, D]
     (r"mlp/up$", P("fsdp", None, "model")),  # [D, 2, F]
     (r"mlp/down$", P("model", "fsdp")),  # [F, D]
-    (r"norm/scale$", P()),  # [D]: small, so everybody holds it
+    (r"norm/scale$", P()),  # [D]: small, so every device holds it
 )
 BATCH_SPEC = P(("data", "fsdp"))  # rows of the global batch
 USE_SPECS = {  # where they are used, rather than stored

@@ -120,9 +120,9 @@ def state_of(sources: Sequence[Checkpoint]) -> str:
 
 
 def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor], *, parts: bool = False) -> Checkpoint:
-    """One that is read like any other. Its tensors keep their names here, and those with which they are asked for.
+    """A checkpoint that is read like any other. Its names are the keys of `tensors`; each tensor is read by its own.
 
-    Unless it is of `parts`, it knows what else the sources have, which whoever writes it has to leave out.
+    Unless it is of `parts`, it also lists the other content of the sources, which a writer of it has to leave out.
     """
     first = sources[0]
     values = {name: value for source in sources for name, value in source.facts.values.items() if not parts}

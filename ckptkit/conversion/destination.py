@@ -55,7 +55,7 @@ def require_outside(target: str, sources: Iterable[str]) -> None:
 
 
 def require_orbax_target(url: str) -> None:
-    """Raises `CheckpointError` for a place to which nobody writes, and from which nobody reads, Orbax's checkpoints."""
+    """Raises `CheckpointError` for a place where Orbax's checkpoints can be neither written nor read."""
     if backend_of(url).driver is None:
         buckets = [f"{name}://" for name, each in BACKENDS.items() if each.driver and not each.properties.file_system]
         raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, {' and '.join(buckets)}", path=url)
@@ -67,11 +67,11 @@ class SourceChangedError(CheckpointError):
 
 
 def require_unchanged(known_by: str, now: Callable[[], str], source: str) -> None:
-    """Raises `SourceChangedError` where the fingerprint of a work is another one than when it began."""
+    """Raises `SourceChangedError` if the fingerprint of a work differs from `known_by`, that of its beginning."""
     if now() != known_by:
         raise SourceChangedError(
-            f"{source} was changed while it was read, and what was read may be of two checkpoints: nothing is kept of "
-            "it; run it again when nobody writes there",
+            f"{source} was changed while it was read, and the data may be of two checkpoints. The output is deleted; "
+            "start again when no process writes there",
             path=source,
         )
 
@@ -231,10 +231,10 @@ class Destination:
 
     @contextmanager
     def kept(self, *, after_damage: bool = True) -> Iterator[None]:
-        """Around the work: what ends it is told, in a note, what it leaves behind and how to go on.
+        """Around the work. The error that ends it gets a note: which files are kept, and how to continue the work.
 
-        A `SourceChangedError` leaves nothing, and unless kept `after_damage` neither does a `CorruptCheckpointError`: a
-        source that is mended is another one, and no work on this one can be finished.
+        A `SourceChangedError` keeps nothing. Nor does a `CorruptCheckpointError`, unless `after_damage`: a repaired
+        source is another source, so the work on this one cannot be finished.
         """
         try:
             yield

@@ -116,12 +116,12 @@ def diff(
     memory_bytes: int = MEMORY_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Difference:
-    """Compares the tensors of two checkpoints by name, whatever their formats.
+    """Compares the tensors of two checkpoints by name. Their formats may differ.
 
     Leaves of different shape are only named; those of different dtype, or keys of another implementation, are named
     and their values compared. An element is close where |a - b| <= atol + rtol * |b|, or both are NaN, or the same
     infinity. Without tolerances only equal bits are the same. Cost: both are read once, unless their chunks differ.
-    `progress` is told, after each leaf, the bytes of `a` that were compared, and of all that are.
+    `progress` is called for each leaf with the bytes of `a` that were compared so far, and with their total.
     """
     shapes, values, equal = [], [], 0
     common = sorted(a.keys() & b.keys())

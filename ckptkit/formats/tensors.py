@@ -136,7 +136,7 @@ class Checkpoint:
         return self.format == "slot" or self.facts.origin.proven
 
     def by_name(self) -> dict[str, Tensor]:
-        """The tensors by name; of several array items, `item.name`. Raises `CheckpointError` for two alike."""
+        """The tensors by name; of several array items, `item.name`. Raises `CheckpointError` if two have one name."""
         if self._named is not None:
             return dict(self._named)
         several = len({tensor.item for tensor in self.tensors}) > 1

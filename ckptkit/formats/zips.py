@@ -138,10 +138,10 @@ class EntryRanges:
             part[:] = np.frombuffer(self.read(start + at, part.nbytes), np.uint8)
 
     def close(self) -> None:
-        """Nothing: the archive's file is closed by whom it belongs to."""
+        """Does nothing: the owner of the archive's file closes it."""
 
     def _checked(self, start: int, data: Bytes) -> Bytes:
-        """`data`, added to the checksum as far as it goes on from what was."""
+        """Returns `data`. The part that continues the bytes summed before is added to the checksum."""
         with self._lock:
             known = self._summed_to
             if start <= known < start + len(data):

@@ -42,7 +42,7 @@ class MetadataIndex:
         self._inventory = inventory
         self._metrics: dict[int, Any] = {}
         self._pruned_at = _PRUNED_AT
-        self._as_saved = False  # a step was restored as it was saved, and Orbax was not told its kinds yet
+        self._as_saved = False  # a step was restored as it was saved, and Orbax does not know its kinds yet
 
     def restored_as_saved(self) -> None:
         """A step was restored without arguments: Orbax's metadata knows its trees from then on."""

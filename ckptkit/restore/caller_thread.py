@@ -22,7 +22,7 @@ class CallerThread:
     """
 
     def __init__(self) -> None:
-        self.is_all_that_is_missing = False  # nothing goes on before the caller comes
+        self.is_all_that_is_missing = False  # the restore waits for the caller only
         self._changed = threading.Condition()
         self._present = False
         self._kept = False

@@ -25,7 +25,7 @@ from ckptkit.restore.prepare import Prepared
 from ckptkit.restore.read import OnRejected, execute
 
 _log = logging.getLogger("ckptkit")
-BYTES_MAX = 16 << 20  # of an item's NumPy leaves: they go through the coordination service, to every process
+BYTES_MAX = 16 << 20  # of an item's NumPy leaves: the coordination service sends them to every process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,9 @@ def agreed(coordinator: Coordinator, prepared: Prepared | None, rejected: OnReje
     told = coordinator.agree("told host values", given, lambda values: dict(ChainMap(*values)))
     for item in sorted(item for item, each in told.items() if each is None and coordinator.process == 0):
         _log.warning(
-            "the processes saved different values in host memory (NumPy arrays, Python numbers, JSON) of item %r, and "
-            "those of process %d cannot be read or have more than %d MiB: each process gets those of a share that it "
-            "reads",
+            "the processes saved different values in host memory (NumPy arrays, Python numbers, JSON) of item %r. "
+            "Those of process %d cannot be read or have more than %d MiB, so each process gets those of a share that "
+            "it reads",
             *(item, givers[item], BYTES_MAX >> 20),
         )
     found = {item: each for item, each in told.items() if each is not None}

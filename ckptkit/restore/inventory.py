@@ -74,7 +74,7 @@ ShareHolders = Mapping[int, tuple[int, ...]]  # share -> the processes that can 
 
 
 def box_set_hash(manifest: Manifest) -> str:
-    """Names the leaves and boxes of a share, whatever their bytes: the same for data replicas. 3 us per leaf."""
+    """A hash of the names and boxes of a share's leaves, not of their bytes: equal for data replicas. 3 us per leaf."""
     boxes = [
         [item, leaf.path, leaf.shape, leaf.dtype, [[record.box.start, record.box.stop] for record in leaf.boxes]]
         for item, leaves in sorted(manifest.arrays.items())
@@ -95,7 +95,7 @@ def holders_of(reports: Sequence[Sequence[Held]], save_id: SaveId) -> dict[int, 
 
 
 def writers_of(reports: Sequence[Sequence[Held]], save_id: SaveId) -> int:
-    """How many processes wrote a save; 1 where nobody holds any of it."""
+    """How many processes wrote a save; 1 if no process holds any of it."""
     return max((held.count for report in reports for held in report if held.save_id == save_id), default=1)
 
 
@@ -110,8 +110,8 @@ def is_whole(reports: Sequence[Sequence[Held]], save_id: SaveId) -> bool:
 def uncommitted_by(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[int]:
     """The processes that had not committed their share of a save when the job ended; none where the save lost a share.
 
-    A process keeps its slot of an older save until all have committed the newer one. So a share that nobody holds, of a
-    process whose older share is there, was never committed.
+    A process keeps its slot of an older save until all have committed the newer one. So if no process holds a share of
+    the newer save, but the older share of the same process exists, the newer share was never committed.
     """
     held, count = holders_of(reports, save_id), writers_of(reports, save_id)
     if count > sum(len(each.shares) for report in reports for each in report):
@@ -216,6 +216,6 @@ def in_batches(shares: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def part_of(directory_name: str, rank: int, of: int) -> bool:
-    """Whether process `rank` of `of` on a host is the one that tells others of a slot directory: just one does."""
+    """Whether process `rank` of `of` on a host is the one that reports a slot directory to the other processes."""
     number = re.search(r"\d+", directory_name)
     return (int(number[0]) if number else 0) % of == rank

@@ -41,7 +41,7 @@ class Prepared:
 
     @property
     def kept(self) -> frozenset[str]:
-        """The items whose leaves are kept after the read; leaves of others, which Orbax restores, are only proven."""
+        """The items whose leaves are kept after the read; leaves of others, which Orbax restores, are only verified."""
         return frozenset((*self.asked.trees, *self.files))
 
     @property
@@ -109,7 +109,7 @@ class Preparer:
         asked: SortedRequest,
         files: Mapping[str, StoredFiles] = MappingProxyType({}),
     ) -> dict[str, TreeAnswer]:
-        """How each tree is given back. One that Orbax is to give back is read and proven as it was saved."""
+        """How each tree is given back. A tree that Orbax will give back is read and verified as it was saved."""
         proven_only = dict.fromkeys(name for name in asked.orbax if any(name in m.arrays for m in manifests))
         answers = {
             item: tree_answer(arg, manifests, item, step=save_id.step, where=self._where)

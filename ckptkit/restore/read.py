@@ -1,4 +1,4 @@
-"""Reads what a plan names: every box proven, into host memory of the restore's own, on several threads."""
+"""Reads and verifies the boxes of a plan, on several threads, into host memory of the restore's own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Fresh = Callable[[int], np.ndarray]  # so many bytes of memory
 
 
 class BoxReader(Protocol):
-    """Reads a part of one stored box, proven, into host memory of the caller's."""
+    """Reads a part of one stored box into the caller's host memory, and verifies it."""
 
     def __call__(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Raises `CorruptCheckpointError` where the bytes do not match their digest."""
@@ -49,7 +49,7 @@ class RunReader(Protocol):
     """A `BoxReader` that also reads many whole boxes at once."""
 
     def read_run(self, boxes: Sequence[tuple[LeafRecord, BoxRecord]], fresh: Fresh) -> list[np.ndarray | None]:
-        """Each box, of one cell, proven, in memory from `fresh`; None for one that it does not give this way."""
+        """Each box, verified, in memory from `fresh`; None for one that cannot be read this way. Each has one cell."""
         ...
 
 
@@ -73,14 +73,14 @@ def execute(
     announced: frozenset[int] = frozenset(),
     counted: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, int]:
-    """Reads and proves every box of the plan into host memory; returns the bytes read by tier.
+    """Reads and verifies every box of the plan into host memory; returns the bytes read by tier.
 
     `proven(key, blocks)` is called for each leaf as soon as all of its boxes are read, on the thread that read the last
     one, while others are still being read. If a box is damaged, or a process does not answer, the box is read from the
     next source of the same save (`rejected` is called). The error of the last source is raised.
 
-    `counted` is told of bytes as they are read, from several threads. `announced` are the sources that have been told
-    what will be read and fetch it meanwhile, in reading order.
+    `counted` is called with the number of bytes as they are read, from several threads. `announced` are the sources
+    that know what will be read, and fetch it meanwhile in reading order.
 
     Cost: a copy at memory speed, and 10 microseconds per leaf. `make_block` gives the memory of leaves from 1 MiB on;
     smaller ones share blocks, unless they come from afar; of those, small ones that were announced share blocks of 1
@@ -128,7 +128,7 @@ def execute(
         try:
             unit.read()
         except BaseException:
-            waiting.clear()  # nobody needs the others any more
+            waiting.clear()  # the other units are not needed any more
             raise
 
     with collection_paused() if plan.is_brief else nullcontext():
@@ -252,8 +252,8 @@ class _Reading:
             self._count(read_bytes)
 
     def _in_runs(self, reads: Sequence[BoxRead], fresh: Fresh) -> tuple[list[np.ndarray | None], dict[str, int]]:
-        """The boxes that their first source gives together and proven, None for the others, which are read alone: that
-        tells why. And their bytes by tier."""
+        """The boxes that their first source gives together and verified, with their bytes by tier. None for the others:
+        they are read alone, and that read reports the reason."""
         by_source: dict[int, tuple[list[int], list[tuple[LeafRecord, BoxRecord]]]] = {}
         for at, read in enumerate(reads):
             source, records = read.sources[0]

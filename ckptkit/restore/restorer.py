@@ -1,4 +1,4 @@
-"""The life of a restore: gather, rank, plan, read and prove, vote; the next candidate when the vote fails."""
+"""The life of a restore: gather, rank, plan, read and verify, vote; the next candidate when the vote fails."""
 
 from __future__ import annotations
 
@@ -267,8 +267,8 @@ class Restorer:
     ) -> Restored | Reason:
         """The restored items, or why the processes together reject this candidate.
 
-        Two verdicts: that everybody has a source for all that it wants, before anything is read, and that all of it
-        proved whole, before anything is given back.
+        The processes agree twice. Before anything is read: each one has a source for all boxes that it wants. Before
+        anything is given back: each one has verified all of them.
         """
         save_id = candidate.save_id
         self._reading.damaged.clear()
@@ -317,7 +317,7 @@ class Restorer:
         return act_together(self._coordinator, channel, act)
 
     def _search(self, candidate: Candidate, own: Holdings, wanted: RestoreRequest) -> SourceSearch:
-        """The sources of the save's boxes; process 0 tells which shares the others hold."""
+        """The sources of the save's boxes; process 0 reports which shares the others hold."""
         save_id, client, peers = candidate.save_id, self._inventory.client, None
         if client is not None and candidate.fast:
 
@@ -390,13 +390,13 @@ class Restorer:
 
 
 def _candidate(entry: Mapping[str, Any]) -> Candidate:
-    """A candidate as process 0 tells it."""
+    """A candidate as process 0 sends it."""
     reasons = {name: Reason.of_json(entry[name]) for name in ("refusal", "uncommitted")}
     return Candidate(**{**entry, **reasons, "save_id": SaveId.from_list(entry["save_id"])})
 
 
 def _unknown(step: int) -> SaveId:
-    """Of a durable step whose damaged sidecars do not tell which save it is."""
+    """A placeholder for the id of a durable step whose damaged sidecars do not show which save it is."""
     return SaveId(0, step, 0)
 
 
@@ -411,7 +411,7 @@ def _lacks_item(candidate: Candidate, reason: str, *, is_newest: bool) -> str:
 
 
 def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rejection]:
-    """The steps above a save whose damaged sidecars do not tell their age: they are tried after all others."""
+    """The steps above a save whose damaged sidecars do not show their age: they are tried after all others."""
     why = Reason.of(CorruptCheckpointError("its sidecars are damaged: which save it is cannot be read"))
     unknown = [each for each in candidates if each.save_id == _unknown(each.save_id.step)]
     return [

@@ -62,7 +62,7 @@ class DurableRetry:
 
         Then raises its error.
 
-        `durable` tells on process 0 whether the step exists although a process has reported an error. In a pause
+        `durable` reports on process 0 whether the step exists although a process has reported an error. In a pause
         nothing is run and `StoreError` is raised, unless the save is `forced` or not `repeatable` (already begun).
         `name` is that of the save's barriers.
         """

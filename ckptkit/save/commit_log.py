@@ -1,8 +1,8 @@
 """Process 0's decisions: the commits of a run in order, which every process records from the same source.
 
 Process 0 appends a commit while it decides a vote. Every verdict carries the commits since the oldest that some
-process has not booked yet. So a process that missed a verdict learns it with the next one that it receives, whatever
-that is about, and the books of all processes are equal after it. Every verdict also carries how far process 0 has come
+process has not booked yet. So a process that missed a verdict learns of its commits from the next verdict of any kind,
+and the books of all processes are equal after that. Every verdict also carries how far process 0 has come
 in each tier: up to there, a save that is not committed never will be.
 """
 
@@ -72,7 +72,7 @@ class CommitLog:
 
     def news(self, states: Iterable[Sequence[Any] | None]) -> dict[str, Any]:
         """The changes that processes with these states have missed. A process that did not report (None) may have
-        missed the last few changes. If it has missed more, it cannot tell from this, and reports next time."""
+        missed the last few changes. If it has missed more, this is not enough for it, and it reports next time."""
         with self._lock:
             told = list(states)
             known = [state for state in told if state is not None]

@@ -236,9 +236,9 @@ class Flusher:
             self._tiers.staging.release(slot)
 
     def _write(self, save: Save, slot: Slot, sealed: SealedSave, about: str) -> SaveProtocol:
-        """One try. `about` names its barriers, on every process alike."""
+        """One try. `about` names its barriers; it is the same on every process."""
         save_id = save.save_id
-        # The fence waits for the root's answer, and the items for nobody.
+        # The fence waits for the root's answer; meanwhile the items are written without a wait for other processes.
         arrays = yield SideBySide(self._claim.fence(save_id, about), lambda: self._array_items(save, slot, sealed))
         yield Do(
             "write durably",

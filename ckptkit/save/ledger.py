@@ -27,7 +27,7 @@ class StepRecord:
     """One save: its state and the tiers that hold it whole.
 
     `held_bytes` is what this process holds of it (None: written by an earlier run), `verified_s` when its digests
-    were last proven or made here (wall clock; None: not by this run).
+    were last verified or made here (wall clock; None: not by this run).
     """
 
     step: int
@@ -67,7 +67,7 @@ class Ledger:
             self._failed.pop(save_id, None)
 
     def hold(self, save_id: SaveId, tier: str, held_bytes: int) -> None:
-        """This process has just proven its part of a save that `tier` holds; nothing where it is not booked."""
+        """This process has just verified its part of a save that `tier` holds; ignored if it is not booked there."""
         with self._lock:
             record = self._records.get(save_id)
             if record is not None and tier in record.tiers and tier != PEER:
@@ -101,7 +101,7 @@ class Ledger:
             self._rejected |= found | {each for each in self._records if each.step in unidentified}
 
     def verified(self, save_id: SaveId) -> None:
-        """Every cell that this process needs of the save was proven just now."""
+        """Every cell that this process needs of the save was verified just now."""
         with self._lock:
             if save_id in self._records:
                 self._records[save_id] = replace(self._records[save_id], verified_s=clock.wall_s())
@@ -270,7 +270,7 @@ class Branch:
         return self._base
 
     def continue_from(self, save_id: SaveId) -> None:
-        """The run goes on from `save_id`: the next save is a rollback, where that is not the newest one."""
+        """The run continues from `save_id`: the next save is a rollback if that is not the newest one."""
         self.ledger.continue_from(save_id)
         self._base = save_id
         self._line += 1
@@ -306,7 +306,7 @@ class Branch:
         return [record for record in records if record.save_id <= self._base]
 
     def enter(self, step: int, call: str = "save") -> str:
-        """The name of a call for `step`, before anything can raise in it: all processes count it alike."""
+        """The name of a call for `step`, before anything can raise in it, so that all processes count it."""
         name = f"{self._line}.{step}.{self._calls.setdefault(call, Calls()).enter(step)}"
         if call == "save":
             self._entered += 1

@@ -82,7 +82,7 @@ class SavesUnderWay:
 
 @final
 class StallWatch:
-    """Tells saves that are slow from saves that hang: `stalled` after `limit_s` without any progress."""
+    """Distinguishes saves that are slow from saves that hang: `stalled` after `limit_s` without any progress."""
 
     def __init__(self, under_way: SavesUnderWay, limit_s: float):
         self.limit_s = limit_s

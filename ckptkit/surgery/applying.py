@@ -40,7 +40,7 @@ from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
 from ckptkit.util.own_context import own_context
 from ckptkit.util.rounding import rounded
 
-_LOOK_S = 60.0  # for the listing that tells a root from a step
+_LOOK_S = 60.0  # for the listing that distinguishes a root from a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from ckptkit.util import clock
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaEntry:
     """One slot directory. `live`: a process holds its lock. `saves`: step, epoch and number of each manifest, newest
-    save last; `used_at_s`: when its newest manifest, or else a slot, was written (wall clock; None: never);
+    save last. `used_at_s`: when its newest manifest, or else a slot, was written (wall clock; None: never).
     `other_root`: the saves are of a root that was at the place of the given one before."""
 
     tier: str
@@ -234,7 +234,7 @@ def _stats(directory: Path, names: Sequence[str]) -> tuple[list[int], list[float
 
 
 def _is_live(directory: Path) -> bool:
-    """Whether a process holds it, or may: on a file system without locks nobody knows."""
+    """Whether a process holds it, or may hold it: a file system without locks cannot exclude that."""
     fd = os.open(directory / paths.LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         return not try_lock(fd, fcntl.LOCK_SH)

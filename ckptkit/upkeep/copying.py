@@ -1,4 +1,4 @@
-"""`copy`: steps from one root to another, between disks and buckets; each is proven where it arrives, marker last."""
+"""`copy`: steps from one root to another, between disks and buckets. Each is verified there before its marker."""
 
 from __future__ import annotations
 
@@ -165,11 +165,11 @@ class _Copying:
         self._lock = threading.Lock()
 
     def run(self, *, resume: bool) -> str | None:
-        """Copies, proves, commits; None, or why the step is left: it was deleted meanwhile.
+        """Copies, verifies, commits. Returns None, or why the step is left: it was deleted meanwhile.
 
-        One process at a time: a second one would clear what the first has copied, or the first take away what the
-        second is about to commit. On a disk a lock ensures that, in a bucket a claim. A run of its own that saves this
-        step takes the intent, and the copy fails.
+        One process at a time: a second one would delete the files that the first has copied, or the first those that
+        the second is about to commit. On a disk a lock ensures that, in a bucket a claim. If a run saves this step in
+        the target, it takes the intent, and the copy fails.
         """
         if not self._is_there():
             return _DELETED

@@ -57,7 +57,7 @@ class StepUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadWeight:
-    """Bytes that no restart reads, and how they go; those of an `other` may be a checkpoint of their own."""
+    """Bytes that no restart reads, and how to remove them; those of an `other` may be a checkpoint of their own."""
 
     kind: DeadKind
     path: str

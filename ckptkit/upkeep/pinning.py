@@ -1,4 +1,4 @@
-"""`pin` and `unpin`: a durable step that nobody prunes."""
+"""`pin` and `unpin`: a durable step that is not pruned."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def _judged(each: DurableStep, size: StepBytes, kept: Sequence[str], corrupt: st
     elif kept:
         act, reasons = "keep", tuple(kept)
     elif each.state == "abandoned" and each.step > top and not each.place.store.properties.atomic_rename:
-        # In a bucket nothing tells its objects from those of the save that takes its number while they are deleted.
+        # In a bucket, a save that takes its number while its objects are deleted would lose objects of the same names.
         act, reasons = "leave", ("abandoned, and its number is still ahead of the run, which replaces it",)
     elif each.state == "abandoned":
         act, reasons = "delete", ("abandoned",)

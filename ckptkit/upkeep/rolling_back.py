@@ -24,7 +24,7 @@ from ckptkit.verification.records import VerifyProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackPlan:
-    """The saves that a rollback abandons: newer than `step`, of the branch that goes on from there until now."""
+    """The saves that a rollback abandons: newer than `step`, of the branch that continues from there until now."""
 
     root: str
     step: int
@@ -69,8 +69,8 @@ def plan_rollback(
 ) -> RollbackPlan:
     """The saves that a rollback to `step` abandons, in the root and in this host's fast `tiers`; nothing is written.
 
-    The step is read and proven first (`unread`: its records are taken for that), because once the record is written no
-    restart takes a newer one. A tier that is not given is not looked at, and the record counts for it all the same.
+    The step is read and verified first (`unread`: its records are trusted instead), because once the record is written
+    no restart takes a newer one. A tier that is not given is not looked at, and the record counts for it all the same.
 
     Raises `StepNotFoundError` for a step that no restart would take (none there, abandoned, not whole),
     `CorruptCheckpointError` where it is damaged or the epoch records are, `StoreError` for what cannot be reached.

@@ -384,7 +384,7 @@ def _number(step: int | CheckpointMetadata) -> int:
 
 
 def _unranked(metrics: Any) -> float:
-    """A rank for steps that nobody ranks."""
+    """The rank of steps that are not ranked."""
     del metrics
     return 0.0
 

@@ -117,7 +117,7 @@ def spec_text(spec: Spec) -> str:
 
 
 def sharding_json(spec: Spec, mesh: Mesh) -> str:
-    """Orbax's JSON of the sharding, on whatever devices the restoring job has in JAX's order."""
+    """Orbax's JSON of the sharding. It names no devices: a restoring job uses its own, in JAX's order."""
     return json.dumps(
         {
             "sharding_type": "NamedSharding",

@@ -52,7 +52,7 @@ class _State:
 
 @final
 class Broadcaster:
-    """Shares what replicas want alike; called by all processes together.
+    """Shares the boxes that several replicas want; called by all processes together.
 
     On the thread that launches collectives; or on another one, with a `CallerThread` that lends that thread.
     `is_remote`: whether the durable tier is read over a network (`Properties.round_trips`).
@@ -69,8 +69,8 @@ class Broadcaster:
     ) -> tuple[Shared | None, BroadcastChoice]:
         """The parts of a planned save that the replicas have read for each other, and the reason for sharing or not.
 
-        None, or less than everything: the caller reads the rest for itself. Raises what is fatal anywhere, on every
-        process alike.
+        If it is None, or less than everything, the caller reads the rest for itself. An error that is fatal on one
+        process is raised on every process.
         """
         coordinator, mode = self._coordinator, self._options.mode
         if coordinator.count == 1 or mode == "never":
