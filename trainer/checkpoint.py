@@ -156,9 +156,9 @@ def leave_if_preempted(manager: Any | None, state: State, position: Position, gr
 
 
 def prepare(manager: Any | None, state: State, position: Position) -> None:
-    """Begin to make the room that saves of this state, or abstract state, take, while the step compiles.
+    """Begin to make room for saves of this state, or abstract state, while the step compiles.
 
-    Raises StoreFullError where there is none: before anything was spent on the run.
+    Raises StoreFullError if the room is missing, before the run has cost any training time.
     """
     if manager is not None:
         manager.prepare(_args(state, position))

@@ -1,4 +1,4 @@
-"""How the state lies over the mesh: one table, and the check that it makes sense.
+"""How the state is laid out over the mesh: one table, and the check that it makes sense.
 
 `data` holds whole replicas, `fsdp` splits weights that are gathered for use (and batches, too), `model` splits the
 work of one row. The check exists for two silent mistakes: replicas that drift apart, and devices that repeat each
@@ -134,7 +134,7 @@ def check_rules(
         batch_spec: how the rows are split.
 
     Raises:
-        InputError: one line per fault: the parameter, the axis, the mend.
+        InputError: one line per fault: the parameter, the axis, the remedy.
     """
     faults = {fault for path, leaf in params.items() for fault in _weight_faults(path, leaf, mesh.sizes, rules)}
     faults |= set(_batch_faults(mesh.sizes, global_batch, accumulate, batch_spec))

@@ -118,7 +118,7 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
         return self._mesh
 
     def all_steps(self, read: bool | None = None) -> Sequence[int]:
-        """Every step that some tier holds; with `read` the tiers are looked at afresh."""
+        """Every step that some tier holds; with `read` the tiers are read again."""
         return self._state.all_steps(read=bool(read))
 
     def latest_step(self) -> int | None:
@@ -130,7 +130,7 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
         return self._state.best_step()
 
     def reload(self) -> None:
-        """Looks at every tier afresh."""
+        """Reads every tier again."""
         for manager in self._managers:
             manager.reload()
 

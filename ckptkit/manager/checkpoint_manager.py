@@ -304,14 +304,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def all_steps(self, read: bool = False) -> list[int]:
         """Every step in some tier or in flight, in Orbax's order; abandoned branches are left out.
 
-        With `read`, the tiers are looked at afresh (`reload`).
+        With `read`, the tiers are read again (`reload`).
         """
         if read:
             self.reload()
         return self._ledger.steps()
 
     def reload(self) -> None:
-        """Looks at every tier afresh: steps that others wrote or removed. Waits for the saves in flight."""
+        """Reads every tier again: other processes may have written or removed steps. Waits for the saves in flight."""
         with self._calls.entered("reload") as about:
             self._resumer.refuse_while_pending("reload")
         self._catalog.reload(about)

@@ -49,7 +49,7 @@ class MetadataIndex:
         self._as_saved = True
 
     def refill(self, steps: Iterable[int]) -> None:
-        """The tiers were looked at afresh: they hold these steps."""
+        """The tiers were read again: they hold these steps."""
         durable = {step: metrics for step, _, metrics in self._durable.stock.infos()}
         if self._options.best_fn is None or self._options.lightweight_initialize:
             self._metrics = durable

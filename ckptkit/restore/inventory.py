@@ -100,7 +100,7 @@ def writers_of(reports: Sequence[Sequence[Held]], save_id: SaveId) -> int:
 
 
 def is_whole(reports: Sequence[Sequence[Held]], save_id: SaveId) -> bool:
-    """Whether every share of a save is held by somebody."""
+    """Whether each share of a save is held by at least one process."""
     counts = {held.count for report in reports for held in report if held.save_id == save_id}
     held = holders_of(reports, save_id)
     # Counted first: a manifest may hold any number.
@@ -130,7 +130,7 @@ def uncommitted_by(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[i
 
 
 def distinct_shares(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[tuple[int, int]]:
-    """One `(holder, share)` for each different set of boxes that somebody holds of a save."""
+    """One `(holder, share)` for each different set of boxes of a save that a process holds."""
     chosen: dict[str, tuple[int, int]] = {}
     for process, report in enumerate(reports):
         for held in report:
@@ -196,7 +196,7 @@ def from_runs(runs: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
 
 
 def in_order_of_use(shares: Iterable[int], *, mine: int, of: int, count: int, alike: Sequence[int] = ()) -> list[int]:
-    """In which order process `mine` `of` so many looks into the shares of a save that `count` processes wrote.
+    """The order in which process `mine` of `of` processes looks into the shares of a save that `count` processes wrote.
 
     Its own index first, then `alike` (those that hold most of the wanted boxes), then by distance. A mesh is cut in
     order, so the wanted boxes are at about the process's own position.
@@ -208,7 +208,7 @@ def in_order_of_use(shares: Iterable[int], *, mine: int, of: int, count: int, al
 
 
 def in_batches(shares: Sequence[int]) -> Iterator[Sequence[int]]:
-    """One share, then two, then four, ...: few are asked for where few are enough."""
+    """One share, then two, then four, ...: so few are requested if few are enough."""
     start, length = 0, 1
     while start < len(shares):
         yield shares[start : start + length]

@@ -227,7 +227,7 @@ class Restorer:
         """The saves in this host's fast tiers, newest first, each with the reason why they alone do not suffice, or
         None.
 
-        Looked into until one can be had: those behind it are rarely asked for, and then refused when they are tried.
+        Examines saves until one can be restored. Older ones are rarely needed: they are examined when they are tried.
         """
         report = []
         for save in sorted(local, reverse=True):

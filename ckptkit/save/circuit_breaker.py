@@ -116,7 +116,7 @@ class DurableRetry:
             self._events.emit(Kind.RECOVERED, step=step, tier=DURABLE, failures=self._failed_in_row, failed_s=failed_s)
         self._failing_from_s = None
         self._failed_in_row = self._failed_tries = 0
-        if "reason" in verdict:  # the step is there, and what was to be deleted after it perhaps too
+        if "reason" in verdict:  # the step is committed; steps that were to be deleted after it may still exist
             reason = f"step {step} is committed, and then: {verdict['name']}: {verdict['reason']}"
             self._events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason)
 

@@ -121,7 +121,7 @@ class CommitLog:
         self._number += 1
         if not held:
             self._ledger.drop(tier, [save_id])
-        elif tier != MEMORY:  # staging memory holds a save for the tiers that follow, and is none itself
+        elif tier != MEMORY:  # staging memory holds a save for the tiers that follow; it is not a tier
             self._ledger.commit(save_id, tier)
             self._booked(save_id, tier)
 

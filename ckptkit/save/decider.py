@@ -105,7 +105,7 @@ class Decider:
             self._coordinator.begin(before)
 
     def refill(self, durable_steps: Iterable[StepInfo | int]) -> None:
-        """The durable tier was looked at afresh: it holds these, in the order in which they were saved."""
+        """The durable tier was read again: it holds these, in the order in which they were saved."""
         infos = [StepInfo(each) if isinstance(each, int) else each for each in durable_steps]
         self._durable = [info for info in infos if self._base is None or info.step <= self._base]
         self._last = self._base

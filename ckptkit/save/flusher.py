@@ -190,7 +190,7 @@ class Flusher:
     # In the disk thread.
 
     def _flush_to_disk(self, save: Save, slot: Slot, begun: DiskFlush, disk: Arena) -> SaveProtocol:
-        """Copies, waits for the save's fate, commits, votes: a copy for nothing was never a committed slot."""
+        """Copies, waits for the decision about the save, commits, votes. A dropped copy was never a committed slot."""
         self._outcomes.phase(save.save_id, "begun", SSD)
         copied, failure, refusal = None, None, None
         try:

@@ -107,7 +107,7 @@ class Ledger:
                 self._records[save_id] = replace(self._records[save_id], verified_s=clock.wall_s())
 
     def fail(self, save_id: SaveId, *, remembered: bool = True) -> None:
-        """A save is over and no tier holds it: it is not a step any more, older ones are. `failed` returns it if it is
+        """A save is over and no tier holds it: it does not count as a step any more. `failed` returns it if it is
         `remembered`."""
         with self._lock:
             record = self._records.get(save_id)
@@ -133,7 +133,7 @@ class Ledger:
                 self._restored = None if self._restored == save_id else self._restored
 
     def refill(self, held: Mapping[SaveId, Iterable[str]]) -> None:
-        """The tiers were looked at afresh: they hold `held` and no more, ascending; what is under way comes after."""
+        """The tiers were read again: they hold `held` and no more, ascending; saves in flight are recorded after those."""
         with self._lock:
             records: dict[SaveId, StepRecord] = {}
             for save_id in sorted(held):

@@ -121,9 +121,9 @@ def clean_arenas(
     """Frees the slots of ended jobs, and empties their quarantines; the empty directories stay.
 
     `job` (a directory's name), `root` and `idle_s` (seconds without a save) choose the jobs. Give at least one; all
-    that are given must hold. Only arenas of `host_id` are touched, and none of a job with a live process on this host:
-    the locks of all its directories are held while they are emptied, manifests first. A job that is to be started again
-    would find nothing here, and restore from a slower tier.
+    that are given must match. Only arenas of `host_id` are touched, but not those of a job with a live process on this
+    host: the locks of all its directories are held while they are emptied, manifests first. If such a job is started
+    again later, it restores from a slower tier.
 
     Raises ValueError if none is given, `StepNotFoundError` if a tier does not exist, `StoreError`.
     """

@@ -70,7 +70,7 @@ def plan_rollback(
     """The saves that a rollback to `step` abandons, in the root and in this host's fast `tiers`; nothing is written.
 
     The step is read and verified first (`unread`: its records are trusted instead), because once the record is written
-    no restart takes a newer one. A tier that is not given is not looked at, and the record counts for it all the same.
+    no restart takes a newer one. A tier that is not given is not read, but the record is valid for it too.
 
     Raises `StepNotFoundError` for a step that no restart would take (none there, abandoned, not whole),
     `CorruptCheckpointError` where it is damaged or the epoch records are, `StoreError` for what cannot be reached.
@@ -103,10 +103,10 @@ def plan_rollback(
 
 
 def rollback(plan: RollbackPlan, *, timeout_s: float = 20.0) -> RollbackPlan:
-    """Writes the epoch record: from now on every restart takes the step, and none of what was abandoned.
+    """Writes the epoch record: from now on every restart takes the step, and not an abandoned one.
 
     A running job is fenced off: its next durable save is refused with the reason. Stop the job, and start it again.
-    Abandoned saves stay until they are pruned, or their numbers are saved anew. A rollback cannot be undone.
+    Abandoned saves stay until they are pruned, or their numbers are saved again. A rollback cannot be undone.
 
     Cost: three small writes. Raises `CheckpointError` where a run has begun or gone back since the plan was made.
     """

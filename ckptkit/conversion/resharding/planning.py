@@ -313,7 +313,7 @@ class SpecRule:
 
 
 def read_spec_rules(path: str) -> list[SpecRule]:
-    """The rules of a TOML file: `[[rule]]` with `leaf` and `spec`. Raises `CheckpointError` for what is none."""
+    """The rules of a TOML file: `[[rule]]` with `leaf` and `spec`. Raises `CheckpointError` for other content."""
     return read_rule_tables(path, _rule)
 
 
