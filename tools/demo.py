@@ -53,7 +53,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Every directory of the demo. `root` stays for the reader, `ram` goes at the end."""
+    """The directories of the demo. `root` stays for the reader, `ram` is deleted at the end."""
 
     root: Path
     ram: Path
@@ -177,7 +177,7 @@ def vacuities(report: GoodputReport, verdict: Verdict, losses: Sequence[PlannedL
 
 
 class _Run:
-    """One launched training: its log file, its progress, and the losses that befall it."""
+    """One launched training: its log file, its progress, and its planned losses."""
 
     def __init__(self, name: str, places: Places, screen: Screen):
         self._name = name

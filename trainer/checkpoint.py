@@ -140,9 +140,9 @@ class Preempted(Exception):
         if last is None or not last.saved:
             super().__init__(f"preempted at step {step}: nothing was saved of it")
             return
-        told = [f"{tier} left out: {why}" for tier, why in last.left_out.items()]
-        told += [f"{tier} was not done in time" for tier in last.unfinished]
-        super().__init__("; ".join([f"preempted: step {step} is saved in {', '.join(last.tiers)}", *told]))
+        lacking = [f"{tier} left out: {why}" for tier, why in last.left_out.items()]
+        lacking += [f"{tier} was not done in time" for tier in last.unfinished]
+        super().__init__("; ".join([f"preempted: step {step} is saved in {', '.join(last.tiers)}", *lacking]))
 
 
 def leave_if_preempted(manager: Any | None, state: State, position: Position, grace_s: float) -> None:

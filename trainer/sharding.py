@@ -65,7 +65,7 @@ def check_offload() -> None:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Where the rows of int32[global batch, T + 1] lie."""
+    """The sharding of a batch, int32[global batch, T + 1], over the devices."""
     return NamedSharding(mesh, BATCH_SPEC)
 
 

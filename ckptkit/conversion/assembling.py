@@ -147,7 +147,7 @@ def _ruled(source: Checkpoint, rules: Sequence[MapRule]) -> Tensors:
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """In what a sum over elements of a dtype is taken."""
+    """The dtype in which elements of `dtype` are summed."""
     if dtype.kind == "c":
         return np.dtype(np.complex128)
     return np.dtype(np.float64 if dtype.itemsize >= 4 else np.float32)

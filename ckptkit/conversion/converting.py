@@ -82,7 +82,7 @@ class ConvertPlan:
 
     @property
     def written_bytes(self) -> int:
-        """Of the files, or of the tensors where the target is Orbax's."""
+        """Bytes of the files, or of the tensors if the target is Orbax's."""
         return sum(file.size for file in self.files) or sum(each.nbytes for each in self.tensors.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def _write_tensors(
     memory_bytes: int,
     count: Callable[[int], None],
 ) -> dict[str, int]:
-    """Those of a file that are not `finished`; returns the checksums of which `write_tensor` gives one."""
+    """Writes the tensors of a file that are not `finished`; returns the checksums that `write_tensor` gives."""
     sums: dict[str, int] = {}
     for member in file.members:
         if member.tensor is None:

@@ -92,7 +92,7 @@ class Destination:
         self.journal = Journal(self._opened(f"{self.part}/journal"), process)
 
     def store(self) -> Store:
-        """Of the target's files; on a disk they are synced by `commit`."""
+        """The store of the target's files. On a disk, `commit` syncs them."""
         return LocalStore(self.url, durable=False) if self.properties.file_system else self._opened(self.url)
 
     def put(self, files: Iterable[tuple[str, bytes]]) -> None:

@@ -26,8 +26,8 @@ Stamp = tuple[str, str, int]  # of one file; the version is a time, in a bucket 
 
 
 def fingerprint(described: Mapping[str, Any], paths: Iterable[str]) -> str:
-    """Of a plan and of the files that it reads, at these paths and below them: where one changed, what was written
-    before is of no use. A path without a file adds nothing.
+    """A fingerprint of a plan and of the files that it reads, at these paths and below them. If it has changed, earlier
+    output is of no use. A path without a file adds nothing.
 
     Cost: a call for each file; in a bucket a small read and a listing for each path. Raises `StoreError`.
     """

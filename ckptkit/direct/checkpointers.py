@@ -20,7 +20,7 @@ from ckptkit.util import unproven
 
 
 class _Direct:
-    """Of a checkpointer whose handler keeps digests."""
+    """The common part of the checkpointers whose handlers keep digests."""
 
     _handler: Any
     _temporary_path_class: Any

@@ -54,13 +54,13 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
+        """The shape of the whole array."""
         assert self.leaf.shape is not None
         return self.leaf.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """In memory: small integers take a byte each."""
+        """The dtype in memory: small integers take a byte each."""
         return np.dtype(self.leaf.dtype)
 
     @property

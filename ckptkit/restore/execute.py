@@ -72,7 +72,7 @@ class LocalRead:
         self._reported.clear()
 
     def read(self, prepared: Prepared, shared: Shared | None = None) -> Verified:
-        """All that `prepared` plans, less what `shared` has already."""
+        """Reads all boxes that `prepared` plans, without those that `shared` has already."""
         if shared is not None and shared.failure is not None:
             raise shared.failure
         plan = prepared.plan if shared is None else _rest(prepared, shared)
@@ -114,10 +114,10 @@ class LocalRead:
                 expect([each for each in wanted if ((each[0], each[1].path), each[3]) not in announced])
         rejected = self.rejected(plan.save_id)
         self.meter.begin(sum([read.nbytes for read in plan.reads]))
-        told = frozenset({durable} if expect is not None else ())
+        reads_ahead = frozenset({durable} if expect is not None else ())
         counted = self.meter.add
         read_bytes = execute(
-            plan, prepared.holdings.readers, rejected, proven, make_block, announced=told, counted=counted
+            plan, prepared.holdings.readers, rejected, proven, make_block, announced=reads_ahead, counted=counted
         )
         placer.finish()
         if shared is not None:

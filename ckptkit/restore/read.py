@@ -346,7 +346,7 @@ class _Reading:
 
 
 def _check(reads: Sequence[BoxRead]) -> None:
-    """Nothing is allocated for what cannot be: raises `CorruptCheckpointError`."""
+    """Raises `CorruptCheckpointError` for impossible boxes, before anything is allocated for them."""
     for read in reads:
         if () in [records for _, records in read.sources]:
             raise CorruptCheckpointError(f"leaf {read.key} has no box of the shape {read.wanted.shape}")

@@ -321,10 +321,10 @@ class Restorer:
         save_id, client, peers = candidate.save_id, self._inventory.client, None
         if client is not None and candidate.fast:
 
-            def told() -> list[Any]:
+            def shares() -> list[Any]:
                 return [writers_of(self._reports, save_id), to_runs(holders_of(self._reports, save_id))]
 
-            count, runs = self._coordinator.ask_process_0("holders", told)
+            count, runs = self._coordinator.ask_process_0("holders", shares)
             peers = PeerShares(
                 client=client,
                 process=(self._coordinator.process, self._coordinator.count),
@@ -382,7 +382,7 @@ class Restorer:
         )
 
     def _said(self, choice: BroadcastChoice) -> dict[str, Any]:
-        """Of several processes, whether replicas read for each other, and why."""
+        """Fields of the event: whether replicas read for each other, and why. Empty for one process."""
         if self._coordinator.count == 1:
             return {}
         _log.debug("restore, broadcast: %s: %s", "yes" if choice.broadcast else "no", choice.why)
@@ -401,7 +401,7 @@ def _unknown(step: int) -> SaveId:
 
 
 def _lacks_item(candidate: Candidate, reason: str, *, is_newest: bool) -> str:
-    """Nothing is wrong with the save: an older one in its place would cost the steps between them."""
+    """The message for an item that an intact save lacks: to restore an older save instead would cost steps."""
     if not is_newest:
         return reason
     return (

@@ -20,7 +20,7 @@ from ckptkit.restore.plan import Candidate, Source
 _T = TypeVar("_T")
 _TRIED_MAX = 3  # holders of one share
 
-Why = Literal["uncovered", "damaged"]  # a wanted box has no source yet; or one had sources, and none proved whole
+Why = Literal["uncovered", "damaged"]  # a wanted box has no source yet; or it is damaged in all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

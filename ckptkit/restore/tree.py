@@ -40,7 +40,7 @@ class Form:
 
 
 class Target(NamedTuple):
-    """One leaf that is wanted."""
+    """One leaf that is to be restored."""
 
     key: Key
     form: Form

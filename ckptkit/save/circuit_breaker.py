@@ -106,9 +106,9 @@ class DurableRetry:
         def know() -> list[float]:
             return [self._failed_in_row, self._paused_until_s - clock.monotonic_s()]
 
-        told = yield Ask("durable-pause", name, know)
-        self._failed_in_row = int(told[0])
-        return float(told[1])
+        failed_in_row, left_s = yield Ask("durable-pause", name, know)
+        self._failed_in_row = int(failed_in_row)
+        return float(left_s)
 
     def _succeeded(self, step: int, verdict: dict[str, Any]) -> None:
         if self._failing_from_s is not None:

@@ -74,10 +74,10 @@ class CommitLog:
         """The changes that processes with these states have missed. A process that did not report (None) may have
         missed the last few changes. If it has missed more, this is not enough for it, and it reports next time."""
         with self._lock:
-            told = list(states)
-            known = [state for state in told if state is not None]
+            reported = list(states)
+            known = [state for state in reported if state is not None]
             behind = self._number - min((state[0] for state in known), default=self._number)
-            if len(known) < len(told) or not told:
+            if len(known) < len(reported) or not reported:
                 behind = min(max(behind, _LIKELY), len(self._changes))
             lost = behind > len(self._changes)
             ancestry = self._ledger.ancestry

@@ -24,7 +24,7 @@ FAILURES_MAX = 100  # how many failed saves are remembered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One save: its state and the tiers that hold it whole.
+    """One save: its state and the tiers that hold it completely.
 
     `held_bytes` is what this process holds of it (None: written by an earlier run), `verified_s` when its digests
     were last verified or made here (wall clock; None: not by this run).
@@ -133,7 +133,7 @@ class Ledger:
                 self._restored = None if self._restored == save_id else self._restored
 
     def refill(self, held: Mapping[SaveId, Iterable[str]]) -> None:
-        """The tiers were read again: they hold `held` and no more, ascending; saves in flight are recorded after those."""
+        """The tiers were read again: they hold `held` and no more, ascending. Saves in flight come after those."""
         with self._lock:
             records: dict[SaveId, StepRecord] = {}
             for save_id in sorted(held):

@@ -81,8 +81,8 @@ class Outcomes:
         self._events.emit(Kind.PHASE, step=save_id.step, tier=tier, phase=phase)
 
     def committed(self, save: Save, tier: str, arena: Arena | None, unwritten: Mapping[str, int] | None = None) -> None:
-        """All processes hold the save in `tier`, which the log has booked. `unwritten`: fields about the bytes that
-        were there already."""
+        """All processes hold the save in `tier`, and the log has recorded it. `unwritten`: fields about bytes that
+        were not written because they were there already."""
         if tier == MEMORY:
             return
         self._ledger.hold(save.save_id, tier, save.description.held_bytes)

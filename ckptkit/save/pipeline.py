@@ -380,8 +380,10 @@ class SavePipeline:
             return values[0]["state"]
 
         value = {"state": self._branch.state(), "error": None}
-        told = yield from self.voting.agree("synchronise", about, value, decide, lambda each: each["error"] is not None)
-        self._branch.synchronise(told)
+        state = yield from self.voting.agree(
+            "synchronise", about, value, decide, lambda each: each["error"] is not None
+        )
+        self._branch.synchronise(state)
 
     def withdraw(self, about: str, error: BaseException) -> SaveProtocol:
         """This process raises in the call `about` before `synchronise`: the others raise at once. Raises nothing."""

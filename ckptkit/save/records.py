@@ -165,7 +165,7 @@ class SealedSave:
         return {cell: digest for cells, digests in numbered for cell, digest in zip(cells, digests, strict=True)}
 
     def manifest(self, slot: Slot) -> Manifest:
-        """The same as records, for a tier that has another layout."""
+        """The same content as a `Manifest`, for a tier that has another layout."""
         arrays = describe.with_digests(self.description, self.digests)
         return Manifest(
             save_id=self.save_id,

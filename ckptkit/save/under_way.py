@@ -99,7 +99,7 @@ class StallWatch:
         return now_s - self._since_s > self.limit_s
 
     def look(self) -> Deadline:
-        """Until when to wait before the next look."""
+        """The deadline of the wait before the next look."""
         return Deadline(min(_LOOK_S, self.limit_s))
 
 

@@ -218,7 +218,7 @@ def _leaf(keypath: Sequence[Any], value: Any) -> Leaf:
 def _moves(
     sources: Mapping[str, Leaf], targets: Mapping[str, Leaf], rules: Sequence[Rule], used: set[Rule]
 ) -> tuple[dict[str, list[str]], list[str], list[str]]:
-    """By target, the stored leaves that go there; those that are left out; what is wrong."""
+    """Stored leaves by target; stored leaves that are left out; messages about differences."""
     moves: dict[str, list[str]] = {}
     skipped: list[str] = []
     differences: list[str] = []

@@ -44,7 +44,7 @@ class CopyStep:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all its objects."""
+        """Bytes of all its objects."""
         return sum(self.sizes.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class CopyPlan:
 
     @property
     def copied_bytes(self) -> int:
-        """Of the steps that are, or were, to be copied."""
+        """Bytes of the steps that are, or were, to be copied."""
         return sum(each.stored_bytes for each in self.steps if each.act == "copy")
 
     def to_json(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class _Root:
 
     @property
     def steps(self) -> list[DurableStep]:
-        """Those that were committed, damaged ones too."""
+        """The steps that were committed, damaged ones too."""
         return [each for each in self.found.steps if each.state != "unfinished"]
 
     def shares_saves_with(self, other: _Root) -> int:

@@ -66,7 +66,7 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
         make_durable(plan.target)
     done, notes, total, before = [], list(plan.notes), plan.copied_bytes, 0
     damaged: list[CorruptCheckpointError] = []
-    with _told(done, plan.problems, damaged), _leased(plan, timeout_s, notes) as kept:
+    with _with_notes(done, plan.problems, damaged), _leased(plan, timeout_s, notes) as kept:
         shield_records(target)
         if plan.adoption is not None:
             EpochRecords(target).advance(plan.adoption.before, plan.adoption.after)
@@ -91,11 +91,10 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
 
 
 @contextmanager
-def _told(
+def _with_notes(
     done: Sequence[CopyStep], problems: Sequence[str], damaged: Sequence[CorruptCheckpointError]
 ) -> Iterator[None]:
-    """An error that ends the work has notes with the other steps that are damaged, and with the steps that were
-    copied."""
+    """Adds notes to the error that ends the work: the other steps that are damaged, and the steps that were copied."""
     try:
         yield
     except (CheckpointError, OSError) as error:
@@ -266,7 +265,7 @@ class _Copying:
                 self._write_journal()
 
     def _prove(self) -> None:
-        """Every cell of ours by its own digest; every object that no digest of ours covers, against what was read."""
+        """Compares our cells with their digests, and objects without such digests with the bytes that were read."""
         parent, _, name = self._place.rpartition("/")
         place = Place.open(parent, timeout_s=self._timeout_s).below(name)
         (proof,) = prove_written(place, self._step.step, Limits(), [], timeout_s=self._timeout_s) or (None,)

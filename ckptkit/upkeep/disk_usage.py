@@ -82,7 +82,7 @@ class Usage:
 
     @property
     def dead(self) -> tuple[DeadWeight, ...]:
-        """What nobody needs."""
+        """The unread data that can be deleted. An `other` is left out: it may be a checkpoint."""
         return tuple(each for each in self.unread if each.kind != "other")
 
     @property

@@ -95,7 +95,7 @@ class PrunePlan:
 
     @property
     def doomed(self) -> tuple[PruneStep, ...]:
-        """Those that are, or were, to go."""
+        """The steps that are, or were, to be deleted."""
         return tuple(each for each in self.steps if each.act == "delete")
 
     @property

@@ -80,7 +80,7 @@ def plan_rollback(
     before = EpochRecords(place.store).read()
     entry = _chosen(listing.steps, step, listing.root)
     if not unread:
-        _prove(entry, listing.root, timeout_s, progress)
+        _verify(entry, listing.root, timeout_s, progress)
     identity = entry.save_id or before.of_stock(step)
     live = [each for each in listing.steps if each.state in ("committed", "partial")]
     newer = tuple(each for each in live if (each.save_id or before.of_stock(each.step)) > identity)
@@ -132,7 +132,7 @@ def _chosen(entries: Sequence[StepEntry], step: int, root: str) -> StepEntry:
     raise StepNotFoundError(f"{root}: no restart would take step {step}: {why}", step=step, path=root)
 
 
-def _prove(entry: StepEntry, root: str, timeout_s: float, progress: Callable[[VerifyProgress], None] | None) -> None:
+def _verify(entry: StepEntry, root: str, timeout_s: float, progress: Callable[[VerifyProgress], None] | None) -> None:
     durable = [each for each in entry.holdings if each.tier == DURABLE]
     for holding in durable or entry.holdings:
         found = verify(holding.path, entry.step, timeout_s=timeout_s, progress=progress)

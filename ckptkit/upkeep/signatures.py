@@ -134,7 +134,7 @@ class _Known:
         return self._manifest
 
     def add_ignored_paths(self, *, model_path: Any, paths: Any) -> None:
-        """Those that are left out are left out of the digests already."""
+        """Does nothing: the digests do not include paths that are left out."""
 
 
 @final

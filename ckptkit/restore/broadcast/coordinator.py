@@ -109,7 +109,7 @@ class Broadcaster:
         state: _State,
         prepared: Prepared,
     ) -> None:
-        """All rounds of one set of groups, or as many as go well."""
+        """Runs the rounds of one set of groups, until one fails."""
         coordinator = self._coordinator
         group = next(group for group in groups if coordinator.process in group)
         streams = _attempt(lambda: share_out(leaves, group, lambda key, process: needs[key][process]))
