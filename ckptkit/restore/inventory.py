@@ -141,11 +141,11 @@ def distinct_shares(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[
 
 
 def givers_of(reports: Sequence[Sequence[Held]], save_id: SaveId, *, writer: int, boxes: str) -> list[tuple[int, int]]:
-    """Which (process, share) are likely to hold what the share of `writer`, with the box set `boxes`, holds; the
-    likeliest first, `GIVERS_MAX` at the most.
+    """The (process, share) pairs that probably hold the boxes of the share of `writer`, whose box set is `boxes`. The
+    most probable is first; `GIVERS_MAX` at the most.
 
-    First copies of the share itself, then those with the same boxes (data replicas), then the nearest: what a mesh
-    splits along one axis only is held by neighbours too.
+    First copies of the share itself, then those with the same boxes (data replicas), then the nearest. Boxes that a
+    mesh splits along one axis only are held by neighbours too.
     """
     held = [
         (share, share_boxes, process)

@@ -98,7 +98,7 @@ def _allocation(wanted: tuple[tuple[tuple[int, ...], str], ...], sharding: jax.s
     from jax.experimental.buffer_callback import buffer_callback
 
     results = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in wanted]
-    # XLA gives a callback that works in place the memory of its results as it comes, and this one leaves it so.
+    # XLA passes uninitialised memory for the results to a callback that works in place; this one does not touch it.
     return jax.jit(buffer_callback(lambda context, out: None, results), out_shardings=sharding)
 
 
@@ -350,8 +350,8 @@ def _like(form: Form, array: jax.Array) -> _Like:
 
 
 def _unaligned(several: Sequence[Mapping[Box, np.ndarray]]) -> Iterator[Mapping[Box, np.ndarray]]:
-    """Copies that no CPU device takes as they are: XLA copies what does not begin at 64 bytes. So each device gets
-    memory of its own, which it may donate."""
+    """Copies of the blocks that no CPU device takes as they are: XLA copies memory that is not aligned to 64 bytes. So
+    each device gets memory of its own, which it may donate."""
     sizes = [-(-block.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for blocks in several for block in blocks.values()]
     memory = empty_block((sum(sizes) + ALIGNMENT_BYTES,), np.dtype(np.uint8))
     at, ends = ALIGNMENT_BYTES // 8, iter(sizes)

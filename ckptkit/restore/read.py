@@ -25,11 +25,11 @@ from ckptkit.util.sharing import SMALL_BYTES, copy_threads, share_work
 
 _HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _REMOTE_READS = 8  # at a time: each waits for a store's answer
-# Leaves up to it share one block of fresh memory, which goes when the last of them goes. First touch of 64 MB takes 26
-# ms of processor time in blocks of 16 KB, 8 in huge pages, and a block has to have several of these.
+# Leaves up to this size share one block of fresh memory, which is freed with the last of them. First touch of 64 MB
+# takes 26 ms of processor time in blocks of 16 KB, and 8 ms in huge pages. A block has to have several huge pages.
 _BLOCK_BYTES = 16 << 20
-_ANNOUNCED_BLOCK_BYTES = 1 << 20  # a block is whole when the last of its leaves has come: not long after the first
-_OWN_BYTES = 1 << 20  # a leaf of it has a block of its own
+_ANNOUNCED_BLOCK_BYTES = 1 << 20  # so that the last leaf of a block is fetched soon after the first
+_OWN_BYTES = 1 << 20  # a leaf of this size has a block of its own
 _PARTS_MAX = 16  # of a large box, for as many threads
 
 
@@ -82,15 +82,14 @@ def execute(
     `counted` is called with the number of bytes as they are read, from several threads. `announced` are the sources
     that know what will be read, and fetch it meanwhile in reading order.
 
-    Cost: a copy at memory speed, and 10 microseconds per leaf. `make_block` gives the memory of leaves from 1 MiB on;
-    smaller ones share blocks, unless they come from afar; of those, small ones that were announced share blocks of 1
-    MiB.
+    Cost: a copy at memory speed, and 10 microseconds per leaf. `make_block` gives the memory of leaves from 1 MiB on.
+    Smaller leaves share blocks. From a remote source, only announced ones do, in blocks of 1 MiB.
     """
     _check(plan.reads)
     reading = _Reading(plan, readers, rejected, proven, make_block, counted)
     waits = plan.waits
     leaves = _by_leaf(plan.reads)
-    # One thread reads what is small and has not to be waited for: several are slower, they wait for the interpreter.
+    # One thread reads small leaves that are at hand: several threads are slower, they wait for the interpreter.
     at_hand = announced | {source for source, remote in enumerate(plan.remote) if not remote}
     all_at_hand = len(at_hand) == len(plan.remote)
     small: list[_Leaf] = []
@@ -204,7 +203,7 @@ class _Reading:
         self.read_bytes: dict[str, int] = {}
 
     def each_box(self, leaves: Sequence[_Leaf]) -> list[_Unit]:
-        """A unit for each box, in the order that was announced to those who read ahead."""
+        """A unit for each box, in the order that was announced to the sources that read ahead."""
         shared = {leaf.key: _Shared(leaf.key, len(leaf.reads)) for leaf in leaves}
         return [
             _Unit(read.nbytes, partial(self._read_part, read, read.wanted, shared[read.key]))
@@ -319,7 +318,7 @@ class _Reading:
     def _read(self, box_read: BoxRead, wanted: Box, into: np.ndarray) -> str:
         """Fills `into` from the first source that verifies; returns its tier.
 
-        Where none does, one that did not answer is the reason: it may have it whole.
+        If none verifies, the error of a process that did not answer is raised first: its copy may be intact.
         """
         unreachable: PeerUnreachableError | None = None
         for index, records in box_read.sources:

@@ -119,8 +119,8 @@ class Restorer:
     ) -> Restored:
         """Restores the newest save that every process can read and that verifies completely (`step`: only that one).
 
-        `about` names the restore: it differs for each, and is the same on every process. `caller` launches
-        collectives, where this is not the thread that may.
+        `about` names the restore: it is unique, and the same on every process. `caller` launches collectives if the
+        current thread must not.
 
         Raises `StepNotFoundError` without a candidate, `NoRestorableStepError` if all were rejected. A tree mismatch, a
         missing permission and a tier that cannot be reached raise at once and never fall back.
@@ -243,7 +243,7 @@ class Restorer:
         return report
 
     def _prepare_fast(self, save: LocalSave, wanted: RestoreRequest) -> Prepared | Reason | None:
-        """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
+        """How to restore `save` from this host's fast tiers alone, or why it cannot be; None: raised when tried."""
         try:
             holdings = self._inventory.local.holdings(save)
             if not holdings.manifests:
@@ -338,7 +338,7 @@ class Restorer:
     def _plan(
         self, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest, why: Why = "uncovered"
     ) -> Prepared | None:
-        """Reaches until every wanted box has a source; None: stock Orbax restores it. Reads nothing but manifests."""
+        """Searches until every wanted box has a source; None: stock Orbax restores it. Reads only manifests."""
 
         def prepare(holdings: Holdings) -> Prepared:
             return prepared or self._preparer.prepared(search.candidate, holdings, wanted)
@@ -422,8 +422,8 @@ def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rej
 
 
 def _array_bytes(items: Any) -> int:
-    """Bytes of all arrays of a tree. JAX works the size of an array out each time: here once for those that share what
-    it is worked out from."""
+    """Bytes of all arrays of a tree. JAX computes the size of an array at each request; this computes it once for
+    all arrays with the same `aval`."""
     total, known = 0, dict[int, tuple[Any, int]]()  # by the `id` of an array's `aval`, which is kept with it
     for leaf in jax.tree.leaves(items):
         aval = getattr(leaf, "aval", None)

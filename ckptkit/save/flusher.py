@@ -146,7 +146,7 @@ class Flusher:
                 begun.leave_out()
 
     def end(self, save: Save) -> None:
-        """The save was sent on, or dropped: the disk is free for the next one."""
+        """The save was passed on, or dropped: the disk is free for the next one."""
         with self._disk_lock:
             if self._disk_promised_to == save.name:
                 self._disk_promised_to = None

@@ -68,7 +68,7 @@ class SaveHealth:
             self._note(save_id, tier, gone=gone)
 
     def losing(self, save_id: SaveId, tier: str, *, gone: bool) -> None:
-        """Process 0 is about to announce such a loss: the same message has what `overdue` finds with it."""
+        """Process 0 is about to announce such a loss: the same message also has the result of `overdue`."""
         with self._lock:
             self._note(save_id, tier, gone=gone)
 

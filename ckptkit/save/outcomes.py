@@ -166,11 +166,11 @@ class Outcomes:
         _log.error("%s", error)
 
     def go_on(self) -> None:
-        """The run continues from a restored step: what stopped it is behind it."""
+        """The run continues from a restored step: an error that stopped it no longer counts."""
         self._stopped = None
 
     def raise_if_stopped(self) -> None:
-        """Raises what `stop` was given."""
+        """Raises the error that `stop` was given."""
         if self._stopped is not None:
             raise self._stopped.with_traceback(None)
 

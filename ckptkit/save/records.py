@@ -190,8 +190,8 @@ class PeerCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTargets:
-    """Where saves go: the staging arena (a fast tier's, or anonymous memory), other hosts, a slower arena, the durable
-    root."""
+    """The tiers of saves: the staging arena (a fast tier's, or anonymous memory), other hosts, a slower arena, the
+    durable root."""
 
     staging: Arena
     staging_name: str

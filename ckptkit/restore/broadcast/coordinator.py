@@ -168,7 +168,7 @@ class Broadcaster:
                 self._coordinator,
                 "broadcast-read",
                 lambda at=number: ready(at),
-                rejecting=(*REJECTING, PeerUnreachableError),  # who reads alone reaches further than another process
+                rejecting=(*REJECTING, PeerUnreachableError),  # a process that reads alone can use more sources
             )
             if rejection is not None:
                 state.choice = BroadcastChoice(broadcast=False, why=f"gave way to reading alone: {rejection.text}")
@@ -197,7 +197,7 @@ class Broadcaster:
         state.shared = replace(shared, read_bytes=counted)
 
     def _all_here(self, state: _State) -> bool:
-        """Whether all are there who launch collectives."""
+        """Whether on every process the thread that launches collectives is available."""
         if state.caller is None:
             return True
         state.caller.is_all_that_is_missing = True
