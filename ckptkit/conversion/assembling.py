@@ -1,7 +1,7 @@
 """Checkpoints taken apart and put together: sub-trees out, several into one, LoRA into its base, the mean of several.
 
-Nothing is computed when these are called, except the comparison of what a mean cannot be taken of: the tensors that
-they give read their sources box by box.
+These functions compute nothing when they are called, except that `averaged` compares the tensors that have no mean. The
+returned tensors read their sources box by box.
 """
 
 from __future__ import annotations

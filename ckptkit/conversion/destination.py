@@ -123,8 +123,8 @@ class Destination:
                 remove_empty(directory)
 
     def require_kept(self) -> None:
-        """Raises `CheckpointError` where something that the interrupted work has noted is not there as it was, or
-        where something else lies there."""
+        """Raises `CheckpointError` if a file that the interrupted work has noted was changed or deleted, or if other
+        files are there."""
         found, noted = self._own_files(), self.journal.files()
         lost = [key for key, notes in noted.items() if _is_lost(notes[-1], found.get(key))]
         if lost:
@@ -135,8 +135,8 @@ class Destination:
             )
 
     def require_free(self) -> None:
-        """Raises `CheckpointError` where a bucket's target is a whole checkpoint by now: what an interrupted work has
-        left there would be cleared, or gone on with, on top of it. Cost: two requests."""
+        """Raises `CheckpointError` if a bucket's target is a complete checkpoint by now: to clear or continue the
+        interrupted work would damage it. Cost: two requests."""
         if self.properties.atomic_rename:
             return
         ends = (paths.COMMIT_MARK, INDEX)  # what is put last of a directory
@@ -191,8 +191,8 @@ class Destination:
     def alone(self) -> Iterator[None]:
         """Around all of the work of one process, or of the first of several: no other makes the same target meanwhile.
 
-        Two that do would clear, or commit, what the other is still writing. A bucket has no lock that dies with its
-        holder. Raises `CheckpointError` where another process works there.
+        Each of two processes would clear, or commit, files that the other still writes. A bucket is not locked, because
+        it has no lock that ends with its holder. Raises `CheckpointError` where another process works there.
         """
         with alone_at(Path(self.part), _LOCK, self.target) if self.properties.file_system else nullcontext():
             yield

@@ -66,7 +66,7 @@ class FlatFile:
 
 
 def plan_file(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
-    """Where everything goes in one file. Pure. Raises `CheckpointError` for a name that the format cannot have."""
+    """The layout of one file. Pure. Raises `CheckpointError` for a name that the format cannot have."""
     if format == "safetensors":
         return _plan_safetensors(name, tensors)
     return _plan_zip(name, format, tensors)

@@ -48,7 +48,7 @@ def _on_disk(path: Path) -> list[Stamp]:
 
 def _in_bucket(url: str) -> list[Stamp]:
     directory, _, name = url.rpartition("/")
-    # The object itself first: what lists a web server reads the page, which may be the checkpoint.
+    # The object itself first: a listing of a web server reads the page, which may be the checkpoint.
     found = None if directory.endswith(":/") else open_store(directory).stat(name)
     below = open_store(url).stat_all("") if found is None else {"": found}
     return [(f"{url}/{key}", each.version, each.size_bytes) for key, each in sorted(below.items())]

@@ -89,7 +89,7 @@ class LeafDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two checkpoints held against each other. Names are sorted; `values` are the leaves whose bits differ."""
+    """The comparison of two checkpoints. Names are sorted; `values` are the leaves whose bits differ."""
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]

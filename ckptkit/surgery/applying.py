@@ -1,4 +1,4 @@
-"""Reads what a surgery takes, and puts it together with what the new model brings."""
+"""Reads the leaves that a surgery takes, and combines them with those of the new model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arenas of fast tiers on a host: whose they are, whether a process holds them, and the removal of dead jobs'."""
+"""The arenas of fast tiers on a host: their jobs, whether a process holds them, and the removal of dead jobs' ones."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def _entry(tier: str, job: str, host: str, directory: Path) -> ArenaEntry | None
 
 
 def _stats(directory: Path, names: Sequence[str]) -> tuple[list[int], list[float]]:
-    """The bytes that files take, and when they were written; those that went meanwhile are left out."""
+    """The bytes that files take, and when they were written; files that were deleted meanwhile are left out."""
     sizes, times = [], []
     for name in names:
         with suppress(FileNotFoundError):

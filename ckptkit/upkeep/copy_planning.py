@@ -212,7 +212,7 @@ def _single(here: _Root, there: _Root, url: str, as_step: int | None, adopted: A
 
 
 def _require_same_run(here: _Root, there: _Root, step: DurableStep) -> None:
-    """Raises `CheckpointError` where a step would get an order among the steps of another run that it does not have."""
+    """Raises `CheckpointError` if a step would be ordered among the steps of another run."""
     if not _is_in_use(there):
         return
     shared = here.shares_saves_with(there)

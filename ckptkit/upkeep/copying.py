@@ -54,8 +54,8 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     files with the bytes that were read. In a root of ckptkit the step is leased while it is read, so that a running job
     does not prune it. The epoch records of a root are copied first, so that abandoned steps stay abandoned.
 
-    An interrupted copy leaves no step; `resume` continues where it stopped, without it the step is begun anew. Cost:
-    every byte is read from the source once and from the target once; 128 MiB are held, and what the proof holds.
+    An interrupted copy leaves no step; `resume` continues where it stopped, without it the copy begins again. Cost:
+    every byte is read from the source once and from the target once; 128 MiB are held, and the verification's memory.
 
     Raises `CorruptCheckpointError` where the source is damaged: nothing of that step is left at the target, and the
     other steps are copied first. Raises `StoreFullError` before anything is written, `StoreError`.
@@ -250,7 +250,7 @@ class _Copying:
         self._write_journal()
 
     def _is_copied(self, key: str) -> bool:
-        """The mark is written last. A new identity is not what was signed."""
+        """The mark is written last. A signature does not cover a new identity."""
         return key != paths.COMMIT_MARK and not (self._adoption is not None and key == paths.SIGNATURE)
 
     def _copy(self, key: str) -> None:
@@ -357,7 +357,7 @@ class _Copying:
                 remove_empty(self._place)
 
     def _described(self) -> dict[str, Any]:
-        """The source as it was when the copy began: what arrived of another one is of no use."""
+        """The state of the source when the copy began: objects of another state are of no use."""
         save = None if self._step.save_id is None else asdict(self._step.save_id)
         return {"url": self._step.source, "save": save, "stamp": self._step.stamp, "sizes": dict(self._step.sizes)}
 

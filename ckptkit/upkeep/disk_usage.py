@@ -178,7 +178,7 @@ def _repeated_bytes(shared: Sequence[Mapping[str, int]]) -> int:
 
 
 def _notes(tiers: Sequence[str], arenas: Sequence[ArenaEntry], host_id: str | None) -> Iterator[str]:
-    """Which of the tiers that were given have nothing to do with the root, or are not there."""
+    """Notes on the given tiers that do not belong to the root, or do not exist."""
     for tier in tiers:
         if local_kind(tier) != stat.S_IFDIR:
             yield no_tier(tier)

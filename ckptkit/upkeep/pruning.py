@@ -1,6 +1,7 @@
 """`prune`: keeps durable steps by a keep policy and deletes the others, with or without a running job.
 
-Planned from one look and one proof; before anything goes, all of it is announced, looked at again and compared.
+The plan is made from one listing and one verification. Before anything is deleted, the deletion is announced, and the
+steps are listed again and compared with the plan.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class PruneStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """The steps of a root, ascending by number, with what is to become of each. `proven`: the newest step that was
-    found whole; `ancestry`: what the plan holds for; `problems`: damage, which stays; `notes`: what is not a step of
-    the run, and stays."""
+    """The steps of a root, ascending by number, with the decision on each. `proven`: the newest step that verified
+    completely. `ancestry`: the epoch records for which the plan holds. `problems`: damage, which stays. `notes`:
+    entries that are not steps of the run, and stay."""
 
     root: str
     keep: tuple[Keep, ...]
