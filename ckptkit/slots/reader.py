@@ -5,14 +5,15 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import add
 from pathlib import Path
 from typing import final
 
 import numpy as np
+import xxhash
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
@@ -24,6 +25,7 @@ from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.util.disk_file import FileReads
 from ckptkit.util.gc_pause import collection_paused
 
+PIECE_BYTES = 1 << 20  # of a slot's file that is digested: read at a time, into memory that is used again
 _RUN_WASTE_MAX = 2  # what a run may copy, over what it was asked for: boxes begin at pages
 
 
@@ -126,6 +128,42 @@ def _unreadable(what: str, error: OSError, directory: Path) -> CorruptCheckpoint
     found = CorruptCheckpointError(f"{what}: {error}", path=str(directory))
     found.__cause__ = error
     return found
+
+
+@contextmanager
+def opened_slot(path: Path) -> Iterator[int]:
+    """A descriptor of a slot's file, past the page cache where that is clean: what a disk holds now is verified.
+
+    Raises `CorruptCheckpointError` where it is missing or not a regular file, OSError where it may not be read.
+    """
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CorruptCheckpointError(f"{path} is not a regular file, as every slot is", path=str(path))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"{path} is missing: the manifest names bytes that do not exist") from error
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def digest_of_range(fd: int, start: int, stop: int, path: Path, piece_bytes: int = PIECE_BYTES) -> str:
+    """The digest of a part of a file; by reads, because a mapping of a file that is cut short kills the process."""
+    state, at = xxhash.xxh3_128(), start
+    piece = bytearray(min(piece_bytes, stop - start))
+    while at < stop:
+        view = memoryview(piece)[: min(len(piece), stop - at)]
+        try:
+            read_bytes = os.preadv(fd, [view], at)
+        except OSError as error:  # a bad sector: the bytes are lost
+            raise CorruptCheckpointError(f"{path} cannot be read at byte {at}: {error.strerror}") from error
+        if not read_bytes:
+            raise CorruptCheckpointError(f"{path} ends at byte {at}, the cell at byte {stop}", path=str(path))
+        state.update(view[:read_bytes])
+        at += read_bytes
+    return state.hexdigest()
 
 
 def within(manifest: Manifest, size_bytes: int) -> Manifest:
