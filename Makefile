@@ -179,8 +179,8 @@ release: setup
 	$(BIN)/python -m tools.release
 
 # The lowest versions that pyproject.toml allows, then the newest; with PYTHON=python3.12 those may be newer still.
-VERSION_TESTS := tests/model tests/util tests/job tests/store tests/slots tests/durable tests/snapshot tests/schedule tests/save \
-  tests/restore tests/manager tests/goodput tests/schedule/simulation tests/dropin tests/interop tests/v1 tests/surgery tests/test_events.py
+VERSION_TESTS := tests/model tests/util tests/job tests/store tests/slots tests/durable tests/snapshot tests/save \
+  tests/restore tests/manager tests/goodput tests/dropin tests/interop tests/v1 tests/surgery tests/test_events.py
 test-floor:
 	$(call new_venv,$(PYTHON),.venv-floor)
 	$(PYTHON) tools/requirements.py --lowest trainer > .venv-floor/floor.txt

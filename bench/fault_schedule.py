@@ -8,8 +8,8 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ckptkit.diagnosis.simulation import Failure, draw, read_trace, replay
 from ckptkit.launch.faults import Fault
-from ckptkit.schedule.simulation import Failure, draw, read_trace, replay
 
 RAMDISK, NEWEST = "ramdisk", "newest step"  # in a schedule, for the directories of a run
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.environment import environment, store_result
-from ckptkit.schedule import simulation as sim
+from ckptkit.diagnosis import simulation as sim
 
 SYSTEMS = ("2", "18", "20")  # of the failure log: many failures, at three rates
 COST_SHARES = (0.001, 0.01, 0.03)  # of the MTBF

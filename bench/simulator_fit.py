@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.diagnosis import simulation as sim
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import Part, goodput_report
 from ckptkit.goodput.runs import Attempt, attempts_of, start_s
-from ckptkit.schedule import simulation as sim
 
 TIERS = ("ram", "durable")
 DISTURBED = 1.25  # times the median of all runs, of a step or of the start: bench/LOG.md

@@ -51,7 +51,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class ProgramChangedError(CheckpointError):
-    """A program that was loaded from a cache is not the one that its function gives now (`ckptkit.compiled`)."""
+    """A program that was loaded from a cache is not the one that its function gives now (`ckptkit.resume.compiled`)."""
 
 
 class UnsuitedSaveError(CorruptCheckpointError):

@@ -26,6 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import ckptkit
+from ckptkit.guard import Certificate, replay
 from trainer.config import MeshConfig, ModelConfig, ModelSize, OptimizerConfig
 from trainer.sharding import batch_sharding, leaf_path, make_mesh
 from trainer.step import Program, State, make_program
@@ -73,7 +74,7 @@ def train(program: Program, root: Path, bad_step: int | None) -> None:
             manager.wait_until_finished()
 
 
-def certify(program: Program, root: Path) -> ckptkit.Certificate:
+def certify(program: Program, root: Path) -> Certificate:
     """Replays every save after the first."""
 
     def take_step(state: State, batch: jax.Array) -> State:
@@ -83,7 +84,7 @@ def certify(program: Program, root: Path) -> ckptkit.Certificate:
     wanted = {"state": ocp.args.StandardRestore(program.abstract_state), "data": ocp.args.JsonRestore()}
     options = ocp.CheckpointManagerOptions(read_only=True)
     with ckptkit.CheckpointManager(root, options=options) as manager:
-        return ckptkit.replay(
+        return replay(
             manager,
             lambda: take_step,
             lambda step, restored: batches(program, restored["data"]["step"]),

@@ -150,7 +150,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardConfig:
-    """The reaction to an alarm over the loss. The rules are the defaults of `ckptkit.Guard`."""
+    """The reaction to an alarm over the loss. The rules are the defaults of `ckptkit.guard.Guard`."""
 
     margin_steps: int = 5  # between the save that is restored and the onset of the trouble
     skip_ahead_steps: int = 0  # batches that are skipped beyond the alarm's

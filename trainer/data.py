@@ -2,7 +2,7 @@
 
 The position is one number, the next step. Row r of step k holds record `shuffled[k x global_batch + r]`, where no guard
 has skipped batches, and each process reads the rows that its devices hold, whichever these are
-(`ckptkit.ElasticBatches`).
+(`ckptkit.resume.ElasticBatches`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ckptkit import ElasticBatches
 from ckptkit.guard import GuardRecord, Skips
 from ckptkit.job.coordination import Coordinator, gather
+from ckptkit.resume import ElasticBatches
 from tools.corpus import Corpus
 from trainer.config import InputError
 
@@ -33,7 +33,7 @@ class Position:
     seed: int
     source_digest: str
     records: int
-    guard: Mapping[str, Any] | None = None  # the record of a `ckptkit.Guard`, with the batches that it skips
+    guard: Mapping[str, Any] | None = None  # the record of a `ckptkit.guard.Guard`, with the batches that it skips
 
     @property
     def skips(self) -> Skips:

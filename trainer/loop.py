@@ -8,8 +8,9 @@ from pathlib import Path
 import click
 import jax
 
-from ckptkit import Alarm, EventLog, Kind
+from ckptkit import EventLog, Kind
 from ckptkit.goodput import steps_done
+from ckptkit.guard import Alarm
 from ckptkit.job.coordination import make_coordinator
 from tools.corpus import build_corpus
 from trainer.checkpoint import (

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-import ckptkit
+from ckptkit.guard import ReplayPlan
 from tools.corpus import build_corpus
 from trainer.__main__ import main, read_flags
 from trainer.checkpoint import wanted
@@ -18,7 +18,7 @@ from trainer.step import compile_step, make_program
 STEPS_MAX = 1 << 40  # a replay ends where it ends
 
 
-def plan(words: Sequence[str]) -> ckptkit.ReplayPlan:
+def plan(words: Sequence[str]) -> ReplayPlan:
     """The replay of the run with these flags. Raises InputError as the trainer does."""
     config = read_flags(main.make_context("trainer", list(words)).params)
     join(config.cluster, config.loop.compile_cache)
@@ -36,4 +36,4 @@ def plan(words: Sequence[str]) -> ckptkit.ReplayPlan:
         assert position.step == step
         return (batch.tokens for batch in open_batches(corpus, position, batch_sharding(mesh), steps=STEPS_MAX))
 
-    return ckptkit.ReplayPlan(make_step=make_step, make_batches=make_batches, args=wanted(program.abstract_state))
+    return ReplayPlan(make_step=make_step, make_batches=make_batches, args=wanted(program.abstract_state))

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
-from ckptkit import compiled
+from ckptkit.resume import compiled
 from trainer.config import ModelConfig, OptimizerConfig
 from trainer.model import Transformer, cross_entropy
 from trainer.optimizer import make_optimizer

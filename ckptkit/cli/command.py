@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,34 +21,38 @@ from ckptkit.cli.interrupts import Interrupts
 # Each command: its section and its line in `ckptkit --help`, in that order, and its module, where it is a function of
 # the same name. A module is imported when its command is called: most need JAX and Orbax, 1.6 s of processor time, and
 # `--help` needs neither.
-_COMMANDS = {
-    "run": ("Run", "run", "Run a job, and restart it at once when a process is lost."),
-    "chaos": ("Run", "chaos", "Run a job under faults, and report what they cost."),
-    "goodput": ("Run", "goodput", "Account for the time of a run."),
-    "steps": ("Look", "steps", "List the steps of a root and of its tiers."),
-    "inspect": ("Look", "inspect", "Show what a checkpoint is and what it holds."),
-    "verify": ("Look", "verify", "Compare every byte of a save with its checksum."),
-    "plan-restore": ("Look", "plan_restore", "Show which save a restart would read, and from where."),
-    "doctor": ("Look", "doctor", "Report what is slow, at risk or wasteful about a run."),
-    "du": ("Look", "du", "Report the bytes of a root by step, item and kind."),
-    "scrub": ("Repair and maintain", "verify", "Verify every copy of every save; repair on request."),
-    "rollback": ("Repair and maintain", "upkeep", "Make restarts continue from an older step."),
-    "prune": ("Repair and maintain", "upkeep", "Delete the steps that no rule keeps."),
-    "pin": ("Repair and maintain", "upkeep", "Protect a step from deletion."),
-    "unpin": ("Repair and maintain", "upkeep", "Remove the pin of a step."),
-    "copy": ("Repair and maintain", "upkeep", "Copy steps to another root."),
-    "tiers": ("Repair and maintain", "tiers", "List or free the slots of fast tiers."),
-    "sign": ("Repair and maintain", "upkeep", "Sign a step, so that a restore can refuse any other."),
-    "convert": ("Convert", "convert", "Write a checkpoint in another format."),
-    "diff": ("Convert", "diff", "Compare two checkpoints."),
-    "reshard": ("Convert", "reshard", "Rewrite an Orbax checkpoint for other meshes."),
-    "extract": ("Convert", "convert", "Write parts of a checkpoint."),
-    "merge": ("Convert", "convert", "Combine checkpoints: parts, averages, LoRA weights."),
-    "simulate": ("Plan", "simulate", "Estimate goodput under failures and save policies."),
-    "explain": ("Plan", "tune", "Forecast what a durable save costs."),
-    "tune": ("Plan", "tune", "Measure a durable root and propose a profile."),
-    "certify": ("Plan", "certify", "Replay steps, and compare the saves with the replay."),
+_ALL = {
+    "run": ("Run", "launch.run_command", "Run a job, and restart it at once when a process is lost."),
+    "chaos": ("Run", "launch.chaos_command", "Run a job under faults, and report what they cost."),
+    "goodput": ("Run", "cli.goodput", "Account for the time of a run."),
+    "steps": ("Look", "cli.steps", "List the steps of a root and of its tiers."),
+    "inspect": ("Look", "cli.inspect", "Show what a checkpoint is and what it holds."),
+    "verify": ("Look", "cli.verify", "Compare every byte of a save with its checksum."),
+    "plan-restore": ("Look", "cli.plan_restore", "Show which save a restart would read, and from where."),
+    "doctor": ("Look", "diagnosis.doctor_command", "Report what is slow, at risk or wasteful about a run."),
+    "du": ("Look", "cli.du", "Report the bytes of a root by step, item and kind."),
+    "scrub": ("Repair and maintain", "cli.verify", "Verify every copy of every save; repair on request."),
+    "rollback": ("Repair and maintain", "cli.upkeep", "Make restarts continue from an older step."),
+    "prune": ("Repair and maintain", "cli.upkeep", "Delete the steps that no rule keeps."),
+    "pin": ("Repair and maintain", "cli.upkeep", "Protect a step from deletion."),
+    "unpin": ("Repair and maintain", "cli.upkeep", "Remove the pin of a step."),
+    "copy": ("Repair and maintain", "cli.upkeep", "Copy steps to another root."),
+    "tiers": ("Repair and maintain", "cli.tiers", "List or free the slots of fast tiers."),
+    "sign": ("Repair and maintain", "cli.upkeep", "Sign a step, so that a restore can refuse any other."),
+    "convert": ("Convert", "cli.convert", "Write a checkpoint in another format."),
+    "diff": ("Convert", "cli.diff", "Compare two checkpoints."),
+    "reshard": ("Convert", "cli.reshard", "Rewrite an Orbax checkpoint for other meshes."),
+    "extract": ("Convert", "cli.convert", "Write parts of a checkpoint."),
+    "merge": ("Convert", "cli.convert", "Combine checkpoints: parts, averages, LoRA weights."),
+    "simulate": ("Plan", "diagnosis.simulation.command", "Estimate goodput under failures and save policies."),
+    "explain": ("Plan", "diagnosis.tune_command", "Forecast what a durable save costs."),
+    "tune": ("Plan", "diagnosis.tune_command", "Measure a durable root and propose a profile."),
+    "certify": ("Plan", "guard.certify_command", "Replay steps, and compare the saves with the replay."),
 }
+
+_HERE = Path(ckptkit.__file__).parent
+# Without those of optional packages that are not installed.
+_COMMANDS = {name: row for name, row in _ALL.items() if _HERE.joinpath(*row[1].split(".")).with_suffix(".py").is_file()}
 
 
 # The example at the end of each command's help. A test runs all of them.
@@ -93,7 +98,7 @@ class _Commands(click.Group):
         del ctx
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"ckptkit.cli.{_COMMANDS[cmd_name][1]}")
+        module = importlib.import_module(f"ckptkit.{_COMMANDS[cmd_name][1]}")
         found: click.Command = getattr(module, cmd_name.replace("-", "_"))
         _refuse_empty_paths(found)
         _add_examples(found, cmd_name)

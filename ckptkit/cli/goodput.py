@@ -21,7 +21,6 @@ from ckptkit.cli.interrupts import Interrupts
 from ckptkit.cli.outputs import OutputFile, needed
 from ckptkit.cli.prices import PRICE, job_price, price_of_hosts, processes_of
 from ckptkit.cli.text import count_text, print_json, print_line, print_part
-from ckptkit.diagnosis.saving import BetterInterval, better_interval
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import (
@@ -36,6 +35,7 @@ from ckptkit.goodput import (
     read_run,
     timeline_of,
 )
+from ckptkit.goodput.better_interval import BetterInterval, better_interval
 from ckptkit.goodput.prices import Bill, Price, bill_of
 from ckptkit.util.clock import monotonic_s, time_text
 from ckptkit.util.whole_file import write_whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,15 +23,18 @@ from ckptkit.cli.text import (
     short_json,
     size_text,
 )
-from ckptkit.diagnosis.layouts import Layout, report_layouts
 from ckptkit.errors import StepNotFoundError, with_damage
 from ckptkit.formats import inspect as inspect_path
-from ckptkit.guard.record import FORMAT, describe
 from ckptkit.inspection import Inspection, Item, LeafInfo, totals
+from ckptkit.inspection.layouts import Layout, report_layouts
 from ckptkit.inspection.sharing import sharing_words
 from ckptkit.inspection.words import parsed_sharding
 from ckptkit.util import clock
 from ckptkit.util.gc_pause import collection_paused
+
+# Records that optional packages leave in a step's small items: by their format, the package and the module that knows
+# it, which is imported when there is one.
+_RECORDS = {"ckptkit.guard/1": ("guard", "ckptkit.guard.record")}
 
 
 @click.command()
@@ -135,18 +139,26 @@ def show_inspection(found: Inspection, depth: int | None) -> None:
         if item.value is not None:
             print_line()
             print_line(f"{item.name} ({item.kind}): {short_json(item.value)}")
-            for line in _guard_lines(item.value):
-                print_line(f"  guard: {line}")
+            for line in _record_lines(item.value):
+                print_line(f"  {line}")
 
 
-def _guard_lines(value: Any) -> list[str]:
-    """The guard's record in a small item: the item itself, or an entry of it."""
+def _record_lines(value: Any) -> list[str]:
+    """The records of ckptkit's packages in a small item, in words: the item itself, or an entry of it."""
     records = [value, *value.values()] if isinstance(value, Mapping) else []
-    found = [each for each in records if isinstance(each, Mapping) and each.get("format") == FORMAT]
+    found = [each for each in records if isinstance(each, Mapping) and each.get("format") in _RECORDS]
+    return [f"{name}: {line}" for each in found for name, line in _described(each)]
+
+
+def _described(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The package's name with each line; nothing where that package is not installed."""
+    name, module = _RECORDS[record["format"]]
     try:
-        return [line for each in found for line in describe(each)]
+        return [(name, line) for line in importlib.import_module(module).describe(record)]
+    except ModuleNotFoundError:
+        return []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"its record cannot be read: {error!r}"]
+        return [(name, f"its record cannot be read: {error!r}")]
 
 
 def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:

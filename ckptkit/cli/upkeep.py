@@ -300,8 +300,8 @@ def _show_copy(plan: CopyPlan) -> None:
 @JSON
 @TIMEOUT
 def sign(path: str, key: str, dry_run: bool, as_json: bool, timeout_s: float) -> int:
-    """Sign the committed step directory STEP, or a tree of `ckptkit.save`: `verify --key` accepts it as it is now, and
-    nothing else.
+    """Sign the committed step directory STEP, or a tree of `ckptkit.direct.save`: `verify --key` accepts it as it is
+    now, and nothing else.
 
     STEP is verified first, and damage is not signed. Every byte is read twice. A job may be running. Needs
     ckptkit-jax[sign].

@@ -10,11 +10,14 @@ from ckptkit.util.lazy import lazy_names
 if TYPE_CHECKING:
     from ckptkit.diagnosis.examining import Diagnosis as Diagnosis
     from ckptkit.diagnosis.examining import diagnose as diagnose
-    from ckptkit.diagnosis.layouts import LayoutFinding as LayoutFinding
-    from ckptkit.diagnosis.layouts import ShardingReport as ShardingReport
     from ckptkit.diagnosis.records import Advice as Advice
     from ckptkit.diagnosis.records import Facts as Facts
     from ckptkit.diagnosis.rules import RULES as RULES
     from ckptkit.diagnosis.sharding import sharding_report as sharding_report
+    from ckptkit.diagnosis.tuner.explaining import explain as explain
+    from ckptkit.diagnosis.tuner.proposing import tune as tune
+    from ckptkit.durable.cells.forecast import SaveForecast as SaveForecast
+    from ckptkit.inspection.layouts import LayoutFinding as LayoutFinding
+    from ckptkit.inspection.layouts import ShardingReport as ShardingReport
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -11,10 +11,10 @@ from itertools import pairwise
 from statistics import median
 
 from ckptkit.diagnosis.records import Advice, AdviceKind, Facts
-from ckptkit.diagnosis.saving import LOSSES_MIN, better_interval
 from ckptkit.diagnosis.stragglers import late_process, slow_processes
 from ckptkit.errors import Reason
 from ckptkit.events import Event, Kind
+from ckptkit.goodput.better_interval import LOSSES_MIN, better_interval
 from ckptkit.inspection.words import count_text, size_text
 from ckptkit.model.tiers import DURABLE
 from ckptkit.util import clock

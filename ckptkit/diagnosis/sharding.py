@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ckptkit.diagnosis.layouts import Layout, ShardingReport, report_layouts
+from ckptkit.inspection.layouts import Layout, ShardingReport, report_layouts
 from ckptkit.inspection.words import axes_of
 
 

@@ -35,11 +35,11 @@ from ckptkit.model.tiers import DURABLE, Tier
 from ckptkit.peers import PeerLink
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.restorer import Restorer
+from ckptkit.save.decider import Decider
 from ckptkit.save.ledger import Branch, Ledger
 from ckptkit.save.pipeline import SavePipeline
 from ckptkit.save.retention import Retention
 from ckptkit.save.worker import threads
-from ckptkit.schedule.decider import Decider
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.provenance import provenance_here

@@ -35,9 +35,9 @@ from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import ProcessOptions, SaveOptions
 from ckptkit.model.tiers import Tier, checked_tiers
+from ckptkit.save.last_save import LastSave
 from ckptkit.save.ledger import StepRecord
 from ckptkit.save.under_way import described, exit_drain
-from ckptkit.schedule.preemption import LastSave
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
@@ -239,7 +239,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         then its SSD, then other processes' tiers, then the durable one; with `directory`, from that durable root alone.
         Returns the same as Orbax: the tree of a step saved without names, else a `Composite`. Proven bits are cast
         where a template or `restore_args` have another dtype. `certified`: the newest step that a replay came to
-        (`ckptkit.replay(record=True)`), for `step=None`; a damaged one is skipped for the next older.
+        (`ckptkit.guard.replay(record=True)`), for `step=None`; a damaged one is skipped for the next older.
 
         The run continues from the restored step. If it is not the newest one, a WARNING names the newer steps: the next
         save abandons them. A manager with Orbax's option `read_only` only looks.
@@ -453,7 +453,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Saves `step` where `reached_preemption(step)` was true, and waits for it, `grace_s` after the signal at most.
 
         The fastest tier is always saved to. A slower one is saved to if this run's earlier saves show that it fits into
-        the rest of the grace period, or if nothing was measured (`ckptkit.schedule.preemption`). All processes call
+        the rest of the grace period, or if nothing was measured (`ckptkit.save.last_save`). All processes call
         this together, and agree. The call may follow `save(step)`: it then waits for that save, and saves the step
         again to the planned tiers that lack it. `metrics` and `custom_metadata` are those of `save`. Items that only
         Orbax's own handlers hold are written by Orbax, which has no time limit. Raises the errors of `save`. Failures

@@ -13,7 +13,7 @@ from ckptkit.manager.build import Components
 from ckptkit.manager.save import LastTurn, Request, Saver
 from ckptkit.manager.settings import Settings
 from ckptkit.model.tiers import DURABLE
-from ckptkit.schedule.preemption import LastSave, LastSavePlan, PreemptionPace, TierRates, plan_last_save
+from ckptkit.save.last_save import LastSave, LastSavePlan, PreemptionPace, TierRates, plan_last_save
 from ckptkit.snapshot.items import save_items
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline

@@ -14,7 +14,7 @@ from jax.dtypes import canonicalize_dtype
 
 from ckptkit.errors import UnsuitedSaveError
 from ckptkit.job.coordination import Coordinator
-from ckptkit.job.data.position import joined
+from ckptkit.job.data_position import joined
 from ckptkit.model.boxes import boxes_by_process
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.restore.handler_files import StoredFiles, is_of_files, stored_files
@@ -155,14 +155,14 @@ class Preparer:
         if count != self._coordinator.count:
             raise UnsuitedSaveError(
                 f"item {name!r} is a data iterator saved by {count} processes, and this job has "
-                f"{self._coordinator.count}: restore on {count}, or read the data with ckptkit.ElasticBatches, whose "
-                "position is that of any number of processes"
+                f"{self._coordinator.count}: restore on {count}, or read the data with ckptkit.resume.ElasticBatches, "
+                "whose position is that of any number of processes"
             )
         if not mine:
             raise UnsuitedSaveError(
                 f"item {name!r} is a data iterator, and no reachable process holds the state that process "
                 f"{self._coordinator.process} of {count} saved; keep copies on other hosts (Tier.peer), or read the "
-                "data with ckptkit.ElasticBatches"
+                "data with ckptkit.resume.ElasticBatches"
             )
         return mine[0]
 

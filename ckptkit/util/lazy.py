@@ -6,6 +6,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,20 @@ def lazy_names(package: str, source: str) -> tuple[Callable[[str], Any], Callabl
     """`__getattr__`, `__dir__` and `__all__` of a package whose file `source` imports them below `TYPE_CHECKING`.
 
     That block is the one list of the names: type checkers and readers see it, and each import in it is done when the
-    name is first used. Cost: the file is parsed, 1 ms for 60 names. A name may be that of a module of the package
-    only where the module itself is meant: importing the module sets the package's attribute.
+    name is first used. Modules of the package can be reached in the same way, without being in the list. Cost: the file
+    is parsed, 1 ms for 60 names. No name may be that of a module: importing the module sets the package's attribute.
     """
     (block,) = [node for node in ast.parse(Path(source).read_text()).body if isinstance(node, ast.If)]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     home_of = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def __getattr__(name: str) -> Any:
-        if name not in home_of:
+        home = home_of.get(name, f"{package}.{name}")
+        if name not in home_of and (name.startswith("_") or find_spec(home) is None):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with collection_paused():  # modules stay: looking for garbage took a sixth of their time
-            home = importlib.import_module(home_of[name])
-        value = importlib.import_module(f"{package}.{name}") if home_of[name] == package else getattr(home, name)
+            module = importlib.import_module(home)
+        value = getattr(module, name) if name in home_of else module
         setattr(sys.modules[package], name, value)
         return value
 

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from bench import policy
-from ckptkit.schedule import simulation as sim
-from ckptkit.schedule.intervals import daly_s
+from ckptkit.diagnosis import simulation as sim
+from ckptkit.goodput.intervals import daly_s
 
 
 def test_exponential_failures_are_judged_as_theory_predicts() -> None:

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.guard import Certificate, NewSave
+from ckptkit.guard import Certificate, NewSave, ReplayPlan
 from tests.cli.conftest import Run
 
 HERE = "tests.cli.test_certify"
@@ -30,10 +30,10 @@ def batches(step: int, restored: Any = None) -> Iterator[jax.Array]:
     return (jnp.full(4, float(number)) for number in itertools.count(step))
 
 
-def plan(words: Sequence[str]) -> ckptkit.ReplayPlan:
+def plan(words: Sequence[str]) -> ReplayPlan:
     """The plan of the program that `root` ran; an argument is another decay."""
     decay = float(words[0]) if words else None
-    return ckptkit.ReplayPlan(
+    return ReplayPlan(
         make_step=lambda: take_step if decay is None else lambda state, batch: {"w": state["w"] * decay + batch},
         make_batches=batches,
         state_of=lambda restored: restored,
@@ -105,7 +105,7 @@ def test_what_cannot_be_replayed_is_named(ckpt: Run, root: Path, tmp_path: Path)
         "train": "write MODULE:FUNCTION, like train:replay_plan",
         "no_such_module:plan": "No module named",
         f"{HERE}:nothing": "has no attribute",
-        f"{HERE}:no_plan": "it returned a int, not a ckptkit.ReplayPlan",
+        f"{HERE}:no_plan": "it returned a int, no ckptkit.guard.ReplayPlan",
     }.items():
         said = ckpt("certify", root, "--replay", program)
         assert (said.code, why in " ".join(said.err.split())) == (2, True), said.err
@@ -117,11 +117,11 @@ def test_what_cannot_be_replayed_is_named(ckpt: Run, root: Path, tmp_path: Path)
 
 def test_watch_reports_what_it_covered(ckpt: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A person would take a run for certified of which the spare host has replayed a tenth."""
-    monkeypatch.setattr("ckptkit.cli.certify._POLL_S", 0.01)
+    monkeypatch.setattr("ckptkit.guard.certify_command._POLL_S", 0.01)
     first = NewSave(step=3, reason="the first save")
     last = NewSave(step=9, certificate=Certificate(steps=(6, 9), steps_replayed=3))
     saves = [first, NewSave(step=6, reason="3 steps after save 3, and 2 are the most"), last]
-    monkeypatch.setattr("ckptkit.cli.certify.replay_new", lambda *_, **__: iter(saves))
+    monkeypatch.setattr("ckptkit.guard.certify_command.replay_new", lambda *_, **__: iter(saves))
     said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--watch", "2")
     assert said.code == 0
     assert said.out.splitlines() == [
@@ -137,7 +137,7 @@ def test_watch_leaves_damaged_saves_out_and_reports_them(
 ) -> None:
     """A damaged save would be called a beginning, with exit code 0."""
     first, damaged = NewSave(step=3, reason="the first save"), NewSave(step=6, reason="cell 7 differs", damaged=True)
-    monkeypatch.setattr("ckptkit.cli.certify.replay_new", lambda *_, **__: iter([damaged, first, damaged]))
+    monkeypatch.setattr("ckptkit.guard.certify_command.replay_new", lambda *_, **__: iter([damaged, first, damaged]))
     said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--watch", "2")
     assert (said.code, said.out.splitlines()[0]) == (11, "save 6: left out (cell 7 differs)")
     assert "damaged: save 6: cell 7 differs" in said.err
@@ -146,14 +146,14 @@ def test_watch_leaves_damaged_saves_out_and_reports_them(
         yield first
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckptkit.cli.certify.replay_new", interrupted)
+    monkeypatch.setattr("ckptkit.guard.certify_command.replay_new", interrupted)
     said = ckpt("certify", root, "--replay", f"{HERE}:plan", "--watch", "2", "--json")
     assert (said.code, json.loads(said.out)["replayed_from"]) == (130, 3)
 
 
 def test_watch_ends_without_new_saves(ckpt: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that waits for the end of a job would wait without end, or read another form of JSON."""
-    monkeypatch.setattr("ckptkit.cli.certify._POLL_S", 0.01)
+    monkeypatch.setattr("ckptkit.guard.certify_command._POLL_S", 0.01)
     watch = ("certify", root, "--replay", f"{HERE}:plan", "--watch", "3")
     said = ckpt(*watch, "--idle-timeout", "0.1", "--json")
     assert said.code == 0, said.err

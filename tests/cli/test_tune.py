@@ -15,6 +15,7 @@ import pytest
 
 import ckptkit
 from ckptkit.cli import main
+from ckptkit.diagnosis import tune
 from ckptkit.diagnosis.tuner import proposing
 from ckptkit.diagnosis.tuner.probing import Compression, Samples, Trial
 from ckptkit.diagnosis.tuner.proposing import propose
@@ -137,7 +138,7 @@ def test_slow_bucket_gets_compression_if_it_saves_enough(
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)
         server.faults = FaultPlan(upload_bytes_per_s=4e6, download_bytes_per_s=40e6)
-        found = ckptkit.tune("gs://runs/run", like=str(saved / str(step)), probe_bytes=1 << 20, rounds=1)
+        found = tune("gs://runs/run", like=str(saved / str(step)), probe_bytes=1 << 20, rounds=1)
         server.faults = FaultPlan()
         reason = "; ".join(each for each in found.reasons if each.startswith("compression "))
         assert (found.profile.compression is not None) == encoded, reason
@@ -157,7 +158,7 @@ def test_slow_bucket_gets_compression_if_it_saves_enough(
 def test_fast_disk_gets_no_compression(saved: Path) -> None:
     """A core would be busy for nothing: a ramdisk takes several times what one encodes of weights."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-        found = ckptkit.tune(root, like=str(saved / "3"), probe_bytes=8 << 20, rounds=3)
+        found = tune(root, like=str(saved / "3"), probe_bytes=8 << 20, rounds=3)
     reason = "; ".join(each for each in found.reasons if each.startswith("compression "))
     assert found.profile.compression is None, reason
     assert "is left: it stores 0." in reason

@@ -65,7 +65,7 @@ def test_pod_provides_ramdisk_memory_and_grace_period(job: dict[str, Any]) -> No
 
 def test_agent_and_trainer_accept_every_flag_in_the_manifests(job: dict[str, Any]) -> None:
     """A flag that was renamed would end every pod with exit code 2."""
-    from ckptkit.cli.run import run
+    from ckptkit.launch.run_command import run
     from trainer.__main__ import main
 
     (container,) = job["spec"]["template"]["spec"]["containers"]

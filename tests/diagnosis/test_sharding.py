@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import ckptkit
 from ckptkit.diagnosis import ShardingReport, sharding_report
 from trainer.config import MeshConfig, preset
 from trainer.sharding import shard_state
@@ -71,7 +70,7 @@ def _optimizer():
 def test_keys_and_arrays_count_and_numbers_do_not() -> None:
     """A typed key would end the report with a TypeError."""
     state = {"key": jax.random.key(0), "w": jnp.ones(4), "epoch": 3}
-    report = ckptkit.sharding_report(state, MESH)
+    report = sharding_report(state, MESH)
     assert report.whole_bytes == 8 + 16
     assert report.leaves == 2
 

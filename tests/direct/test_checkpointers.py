@@ -1,4 +1,4 @@
-"""`ckptkit.save`, `ckptkit.load` and Orbax's checkpointers with digests, compared with the stock ones."""
+"""`ckptkit.direct.save`, `ckptkit.direct.load` and Orbax's checkpointers with digests, compared with the stock ones."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import pytest
 from flax.training import checkpoints, orbax_utils
 
 import ckptkit
+from ckptkit import direct
+from ckptkit.errors import ProgramChangedError
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.util import unproven
@@ -44,59 +46,59 @@ def big() -> dict[str, Any]:
 def test_saved_tree_has_the_same_bits_in_both_libraries(tmp_path: Path) -> None:
     """A user who goes back to stock Orbax would lose leaves, or get others."""
     state = make_state(5)
-    ckptkit.save(tmp_path / "x", state)
-    assert_same(ckptkit.load(tmp_path / "x", abstract(state)), state)
+    direct.save(tmp_path / "x", state)
+    assert_same(direct.load(tmp_path / "x", abstract(state)), state)
     with ocp.StandardCheckpointer() as stock:
         assert_same(stock.restore(tmp_path / "x", abstract(state)), state)
-    assert_same(ckptkit.load(tmp_path / "x"), state)
+    assert_same(direct.load(tmp_path / "x"), state)
 
 
 def test_one_flipped_bit_is_an_error(tmp_path: Path) -> None:
     """Stock Orbax returns another number."""
-    ckptkit.save(tmp_path / "x", big())
+    direct.save(tmp_path / "x", big())
     flip_bit(tmp_path / "x")
     for abstract_tree in (None, big()):
         with pytest.raises(ckptkit.CorruptCheckpointError, match=r"cannot be loaded: process 0.*digest"):
-            ckptkit.load(tmp_path / "x", abstract_tree)
+            direct.load(tmp_path / "x", abstract_tree)
     with pytest.raises(ckptkit.CorruptCheckpointError, match="digest"):  # only Orbax gives it back so
-        ckptkit.PyTreeCheckpointer().restore(tmp_path / "x", item=big(), transforms={})
+        direct.PyTreeCheckpointer().restore(tmp_path / "x", item=big(), transforms={})
 
 
 def test_lost_sidecars_are_an_error(tmp_path: Path) -> None:
     """A directory whose digests are lost would pass as one that never had any."""
     for name, tree in {"arrays": big(), "numbers": {"n": np.arange(3), "epoch": 7}}.items():
-        ckptkit.save(tmp_path / name, tree)
+        direct.save(tmp_path / name, tree)
         shutil.rmtree(tmp_path / name / "_ckptkit")
         with pytest.raises(ckptkit.CorruptCheckpointError, match="lost its sidecars"):
-            ckptkit.load(tmp_path / name)
+            direct.load(tmp_path / name)
 
 
 def test_tree_without_jax_arrays_has_digests(tmp_path: Path) -> None:
     """Counters and NumPy arrays would not be verified."""
     tree = {"n": np.arange(1 << 16), "epoch": 7, "rate": 0.5, "done": True}
-    ckptkit.save(tmp_path / "x", tree)
-    found = ckptkit.load(tmp_path / "x")
+    direct.save(tmp_path / "x", tree)
+    found = direct.load(tmp_path / "x")
     assert_same(found, tree)
     assert [type(found[name]) for name in sorted(tree)] == [type(tree[name]) for name in sorted(tree)]
     assert ckptkit.verify(str(tmp_path / "x")).steps[0].state == "proven"
     flip_bit(tmp_path / "x")
     with pytest.raises(ckptkit.CorruptCheckpointError, match="digest"):
-        ckptkit.load(tmp_path / "x")
+        direct.load(tmp_path / "x")
 
 
 def test_directory_can_be_renamed(tmp_path: Path) -> None:
     """`mv best-so-far best` would make a checkpoint a damaged one."""
-    ckptkit.save(tmp_path / "x", {**big(), "empty": {}})
+    direct.save(tmp_path / "x", {**big(), "empty": {}})
     (tmp_path / "x").rename(tmp_path / "y")
-    assert_same(ckptkit.load(tmp_path / "y"), {**big(), "empty": {}})
+    assert_same(direct.load(tmp_path / "y"), {**big(), "empty": {}})
     assert ckptkit.verify(str(tmp_path / "y")).steps[0].state == "proven"
 
 
 def test_path_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Orbax fails in a thread, after it has made directories."""
     monkeypatch.chdir(tmp_path)
-    ckptkit.save("x", big())
-    assert_same(ckptkit.load("x/"), big())
+    direct.save("x", big())
+    assert_same(direct.load("x/"), big())
 
 
 def test_stock_directory_loads_with_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,7 +106,7 @@ def test_stock_directory_loads_with_a_log_line(tmp_path: Path, caplog: pytest.Lo
     with ocp.StandardCheckpointer() as stock:
         stock.save(tmp_path / "x", big())
     with caplog.at_level(logging.INFO, "ckptkit"):
-        assert_same(ckptkit.load(tmp_path / "x", big()), big())
+        assert_same(direct.load(tmp_path / "x", big()), big())
     assert "was saved without digests" in caplog.text
     assert "not verified" in caplog.text
 
@@ -113,10 +115,10 @@ def test_item_of_a_step_loads_verified(tmp_path: Path) -> None:
     """Users restore `ROOT/5/default` by a checkpointer: to fine-tune, to publish."""
     with ckptkit.CheckpointManager(tmp_path) as manager:
         manager.save(5, args=ARGS.StandardSave(big()))
-    assert_same(ckptkit.load(tmp_path / "5" / "default"), big())
+    assert_same(direct.load(tmp_path / "5" / "default"), big())
     flip_bit(tmp_path / "5" / "default")
     with pytest.raises(ckptkit.CorruptCheckpointError, match="digest"):
-        ckptkit.load(tmp_path / "5" / "default")
+        direct.load(tmp_path / "5" / "default")
 
 
 def test_directory_of_a_step_or_root_names_what_can_be_loaded(tmp_path: Path) -> None:
@@ -125,17 +127,17 @@ def test_directory_of_a_step_or_root_names_what_can_be_loaded(tmp_path: Path) ->
         items = {"state": ocp.args.StandardSave({"w": jnp.ones(4)}), "notes": ocp.args.JsonSave({"run": 1})}
         manager.save(3, args=ocp.args.Composite(**items))
     with pytest.raises(FileNotFoundError, match=rf"is a step .* one of its items \({tmp_path}/3/state\)$"):
-        ckptkit.load(tmp_path / "3")
+        direct.load(tmp_path / "3")
     with pytest.raises(FileNotFoundError, match=f"of an item, {tmp_path}/STEP/ITEM .`ckptkit steps {tmp_path}`"):
-        ckptkit.load(tmp_path)
+        direct.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="not found"):
-        ckptkit.load(tmp_path / "nowhere")
+        direct.load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("manager_of", [ckptkit.CheckpointManager, ocp.CheckpointManager])
 def test_manager_that_is_given_a_checkpointer_keeps_its_own_steps(tmp_path: Path, manager_of: Any) -> None:
     """Older code gives checkpointers to managers: a step with sidecars of a lone tree would be a damaged one."""
-    with manager_of(tmp_path, {"state": ckptkit.PyTreeCheckpointer()}) as manager:
+    with manager_of(tmp_path, {"state": direct.PyTreeCheckpointer()}) as manager:
         manager.save(5, {"state": big()})
         manager.wait_until_finished()
     with ckptkit.CheckpointManager(tmp_path) as manager:
@@ -146,43 +148,43 @@ def test_manager_that_is_given_a_checkpointer_keeps_its_own_steps(tmp_path: Path
 
 def test_wrong_template_names_the_leaf(tmp_path: Path) -> None:
     """Stock Orbax pads, cuts or casts, or names no leaf."""
-    ckptkit.save(tmp_path / "x", big())
+    direct.save(tmp_path / "x", big())
     with pytest.raises(ckptkit.TreeMismatchError, match=r"x:w is float32\[65536\] on disk"):
-        ckptkit.load(tmp_path / "x", {"w": np.zeros(4, np.float32), "step": 0})
+        direct.load(tmp_path / "x", {"w": np.zeros(4, np.float32), "step": 0})
 
 
 def test_existing_directory_is_replaced_only_with_force(tmp_path: Path) -> None:
     """A checkpoint would be overwritten by a second run."""
-    ckptkit.save(tmp_path / "x", {"w": jnp.zeros(3)})
+    direct.save(tmp_path / "x", {"w": jnp.zeros(3)})
     with pytest.raises(ValueError, match="already exists"):
-        ckptkit.save(tmp_path / "x", {"w": jnp.ones(3)})
-    ckptkit.save(tmp_path / "x", {"w": jnp.ones(3)}, force=True)
-    assert_same(ckptkit.load(tmp_path / "x"), {"w": jnp.ones(3)})
+        direct.save(tmp_path / "x", {"w": jnp.ones(3)})
+    direct.save(tmp_path / "x", {"w": jnp.ones(3)}, force=True)
+    assert_same(direct.load(tmp_path / "x"), {"w": jnp.ones(3)})
     with pytest.raises(FileNotFoundError):
-        ckptkit.load(tmp_path / "y")
+        direct.load(tmp_path / "y")
 
 
 def test_async_save_returns_once_the_tree_may_be_donated(tmp_path: Path) -> None:
     """The next step would write into what is being saved."""
     step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
-    for kind in (ckptkit.StandardCheckpointer, lambda: ckptkit.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())):
+    for kind in (direct.StandardCheckpointer, lambda: direct.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())):
         tree = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}
         with kind() as checkpointer:
             shutil.rmtree(tmp_path / "x", ignore_errors=True)
             checkpointer.save(tmp_path / "x", tree)
             step(tree)
-        assert_same(ckptkit.load(tmp_path / "x"), {"w": np.arange(1 << 20, dtype=np.float32)})
+        assert_same(direct.load(tmp_path / "x"), {"w": np.arange(1 << 20, dtype=np.float32)})
 
 
 KINDS: dict[str, tuple[Any, Any]] = {
-    "standard": (ckptkit.StandardCheckpointer, ocp.StandardCheckpointer),
-    "pytree": (ckptkit.PyTreeCheckpointer, ocp.PyTreeCheckpointer),
+    "standard": (direct.StandardCheckpointer, ocp.StandardCheckpointer),
+    "pytree": (direct.PyTreeCheckpointer, ocp.PyTreeCheckpointer),
     "handler": (
-        lambda: ckptkit.Checkpointer(ocp.PyTreeCheckpointHandler()),
+        lambda: direct.Checkpointer(ocp.PyTreeCheckpointHandler()),
         lambda: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()),
     ),
     "async": (
-        lambda: ckptkit.AsyncCheckpointer(ocp.StandardCheckpointHandler()),
+        lambda: direct.AsyncCheckpointer(ocp.StandardCheckpointHandler()),
         lambda: ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()),
     ),
 }
@@ -214,13 +216,13 @@ def test_answers_are_those_of_stock_orbax(tmp_path: Path, kind: str) -> None:
 def test_flax_and_brax_calls_are_verified(tmp_path: Path) -> None:
     """The calls of `flax.training.checkpoints` and of brax would not reach the digests."""
     params = {"kernel": jnp.arange(1 << 16, dtype=jnp.float32)}
-    checkpointer = ckptkit.PyTreeCheckpointer()
+    checkpointer = direct.PyTreeCheckpointer()
     checkpointer.save(tmp_path / "brax", params, force=True, save_args=orbax_utils.save_args_from_target(params))
     assert_same(checkpointer.restore(tmp_path / "brax"), params)
     target = jax.tree.map(jnp.zeros_like, params)
     wishes = orbax_utils.restore_args_from_target(target)
     assert_same(checkpointer.restore(tmp_path / "brax", item=target, restore_args=wishes), params)
-    flax = ckptkit.Checkpointer(ocp.PyTreeCheckpointHandler())
+    flax = direct.Checkpointer(ocp.PyTreeCheckpointHandler())
     saved = checkpoints.save_checkpoint(tmp_path / "flax", params, 7, orbax_checkpointer=flax)
     assert_same(checkpoints.restore_checkpoint(tmp_path / "flax", target, orbax_checkpointer=flax), params)
     for directory, restore in (
@@ -237,7 +239,7 @@ def test_flax_and_brax_calls_are_verified(tmp_path: Path) -> None:
 )
 def test_other_handlers_work_without_digests(tmp_path: Path, handler: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A layout that the caller asked for would be another one, or a user would believe it verified."""
-    with caplog.at_level(logging.INFO, "ckptkit"), ckptkit.Checkpointer(handler) as checkpointer:
+    with caplog.at_level(logging.INFO, "ckptkit"), direct.Checkpointer(handler) as checkpointer:
         checkpointer.save(tmp_path / "x", {"n": 3})
         assert checkpointer.restore(tmp_path / "x") == {"n": 3}
     assert "keeps no digests" in caplog.text
@@ -248,64 +250,64 @@ def test_text_is_verified(tmp_path: Path) -> None:
     """A name of a run or of a tokenizer would be lost, or another one after a damage."""
     tree = {"name": "run 7", "w": jnp.ones(3)}
     for found in (tree, {"name": "run 7", "n": 3}):
-        ckptkit.save(tmp_path / "x", found, force=True)
-        assert ckptkit.load(tmp_path / "x")["name"] == "run 7"
+        direct.save(tmp_path / "x", found, force=True)
+        assert direct.load(tmp_path / "x")["name"] == "run 7"
         assert ocp.PyTreeCheckpointer().restore(tmp_path / "x")["name"] == "run 7"
-    ckptkit.save(tmp_path / "y", tree)
+    direct.save(tmp_path / "y", tree)
     strings = tmp_path / "y" / "_strings.json"
     strings.write_text(strings.read_text().replace("run 7", "run 8"))
-    assert ckptkit.load(tmp_path / "y", tree)["name"] == "run 7", "the sidecar has it"
+    assert direct.load(tmp_path / "y", tree)["name"] == "run 7", "the sidecar has it"
     assert ckptkit.verify(str(tmp_path / "y")).steps[0].state == "corrupt"
 
 
 def test_tree_that_orbax_alone_holds_is_saved_by_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A tree would be refused, or pass as verified."""
     with caplog.at_level(logging.INFO, "ckptkit"):
-        ckptkit.save(tmp_path / "x", {"a/b": "text", "w": jnp.ones(3)})
+        direct.save(tmp_path / "x", {"a/b": "text", "w": jnp.ones(3)})
     assert "saved without digests" in caplog.text
 
 
 def test_bucket_holds_the_same_tree(server: BucketServer, tmp_path: Path) -> None:
     """On a bucket, digests would be missing or stock Orbax would not read the tree."""
     state = make_state(2)
-    ckptkit.save("gs://runs/models/best", state)
-    assert_same(ckptkit.load("gs://runs/models/best", abstract(state)), state)
+    direct.save("gs://runs/models/best", state)
+    assert_same(direct.load("gs://runs/models/best", abstract(state)), state)
     with ocp.StandardCheckpointer() as stock:
         assert_same(stock.restore("gs://runs/models/best", abstract(state)), state)
-    ckptkit.save("gs://runs/models/big", big())
+    direct.save("gs://runs/models/big", big())
     store = open_store("gs://runs/models/big")
     key = max((key for key in store.stat_all("") if "d/" in key), key=lambda key: len(store.get(key)))
     content = bytearray(store.get(key))
     content[len(content) // 2] ^= 1
     store.put(key, bytes(content))
     with pytest.raises(ckptkit.CorruptCheckpointError, match="digest"):
-        ckptkit.load("gs://runs/models/big")
+        direct.load("gs://runs/models/big")
 
 
 def test_name_save_is_the_function_beside_its_package() -> None:
     """The import of `ckptkit.save.pipeline` would replace the function by a module."""
     module = importlib.import_module("ckptkit.save.pipeline")
     assert sys.modules["ckptkit.save.pipeline"] is module
-    assert ckptkit.save is ckptkit.direct.save
+    assert direct.save is ckptkit.direct.save
 
 
 @pytest.mark.parametrize(
     "save",
     [
-        lambda path, tree: ckptkit.save(path, tree),
-        lambda path, tree: ckptkit.StandardCheckpointer().save(path, tree),
-        lambda path, tree: ckptkit.PyTreeCheckpointer().save(path, tree),
+        lambda path, tree: direct.save(path, tree),
+        lambda path, tree: direct.StandardCheckpointer().save(path, tree),
+        lambda path, tree: direct.PyTreeCheckpointer().save(path, tree),
     ],
 )
 def test_result_of_a_refuted_program_is_saved_by_no_door(save: Callable[[Path, Any], None], tmp_path: Path) -> None:
     """A step that another program computed would be stored as the result of this one."""
 
     def refute() -> None:
-        raise ckptkit.ProgramChangedError("refuted", path="p")
+        raise ProgramChangedError("refuted", path="p")
 
     unproven.add(0, refute)
     try:
-        with pytest.raises(ckptkit.ProgramChangedError):
+        with pytest.raises(ProgramChangedError):
             save(tmp_path / "tree", {"w": jnp.zeros(2)})
     finally:
         unproven.remove(0)

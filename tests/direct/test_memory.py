@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-import ckptkit
+from ckptkit import direct
 from ckptkit.direct import memory
 from tests.states import assert_same
 
@@ -42,10 +42,10 @@ def tree_of(step: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ckptkit.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()),
-        ckptkit.StandardCheckpointer,
-        lambda: ckptkit.Checkpointer(ocp.StandardCheckpointHandler()),
-        ckptkit.PyTreeCheckpointer,
+        lambda: direct.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()),
+        direct.StandardCheckpointer,
+        lambda: direct.Checkpointer(ocp.StandardCheckpointHandler()),
+        direct.PyTreeCheckpointer,
     ],
 )
 def test_saves_share_one_block_of_host_memory(tmp_path: Path, blocks: list[Any], make: Any, waits: bool) -> None:
@@ -61,7 +61,7 @@ def test_saves_share_one_block_of_host_memory(tmp_path: Path, blocks: list[Any],
     gc.collect()
     assert blocks[0]() is None, "a closed checkpointer holds no memory"
     for step in range(5):
-        assert_same(ckptkit.load(tmp_path / str(step)), tree_of(step))
+        assert_same(direct.load(tmp_path / str(step)), tree_of(step))
 
 
 def test_larger_tree_takes_a_larger_block_that_smaller_ones_use(blocks: list[Any]) -> None:

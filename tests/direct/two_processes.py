@@ -22,6 +22,7 @@ def main(process: int, port: str, root: Path) -> None:
     from jax.experimental import multihost_utils
 
     import ckptkit
+    from ckptkit import direct
     from tests.direct.test_checkpointers import flip_bit
 
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -33,26 +34,26 @@ def main(process: int, port: str, root: Path) -> None:
         return [[shard.data.tolist() for shard in leaf.addressable_shards] for leaf in jax.tree.leaves(tree)]
 
     tree = {"w": put(np.arange(1 << 16, dtype=np.float32), "x"), "b": put(np.arange(4.0))}
-    ckptkit.save(root / "x", {**tree, "step": 3, "host": np.arange(3)})
-    found = ckptkit.load(root / "x", {**tree, "step": 0, "host": np.zeros(3, int)})
+    direct.save(root / "x", {**tree, "step": 3, "host": np.arange(3)})
+    found = direct.load(root / "x", {**tree, "step": 0, "host": np.zeros(3, int)})
     assert of({name: found[name] for name in tree}) == of(tree), "other bits"
     assert found["step"] == 3
     assert found["host"].tolist() == [0, 1, 2]
-    with ckptkit.StandardCheckpointer() as checkpointer:
+    with direct.StandardCheckpointer() as checkpointer:
         checkpointer.save(root / "y", tree)
         checkpointer.wait_until_finished()
         assert of(checkpointer.restore(root / "y", tree)) == of(tree), "other bits"
     with ocp.StandardCheckpointer() as stock:
         assert of(stock.restore(root / "y", tree)) == of(tree), "other bits in stock Orbax"
         stock.save(root / "stock", tree)
-    assert of(ckptkit.load(root / "stock", tree)) == of(tree), "a stock directory"
+    assert of(direct.load(root / "stock", tree)) == of(tree), "a stock directory"
     each: Any = ocp.options.MultiprocessingOptions(primary_host=None)
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=each)
-    alone = ckptkit.Checkpointer(handler, multiprocessing_options=each)
+    alone = direct.Checkpointer(handler, multiprocessing_options=each)
     assert not hasattr(alone._handler, "stock"), "digests of one process prove nothing"
     some: Any = ocp.options.MultiprocessingOptions(active_processes={0}, barrier_sync_key_prefix="some")
     if process == 0:
-        with ckptkit.StandardCheckpointer(multiprocessing_options=some) as checkpointer:
+        with direct.StandardCheckpointer(multiprocessing_options=some) as checkpointer:
             checkpointer.save(root / "some", {"n": np.arange(3)})
             checkpointer.wait_until_finished()
             assert checkpointer.restore(root / "some")["n"].tolist() == [0, 1, 2]
@@ -60,7 +61,7 @@ def main(process: int, port: str, root: Path) -> None:
     for directory in ("y", "x"):
         multihost_utils.sync_global_devices(directory)
         try:
-            ckptkit.load(root / directory, tree if directory == "y" else None)
+            direct.load(root / directory, tree if directory == "y" else None)
             refused = ""
         except ckptkit.CorruptCheckpointError as error:
             refused = str(error)

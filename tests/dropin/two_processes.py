@@ -178,12 +178,13 @@ def newer_style(job: Job) -> None:
     from orbax.checkpoint import v1 as orbax
 
     import ckptkit
+    from ckptkit import v1
 
     every = orbax.training.save_decision_policies.FixedIntervalPolicy(2)
 
     def make(ram: bool) -> Any:
         tiers = [ckptkit.Tier.ram(str(job.root / "ram"))] if ram else []
-        return ckptkit.v1.Checkpointer(
+        return v1.Checkpointer(
             job.root / "v1",
             save_decision_policy=every,
             tiers=tiers,
@@ -414,6 +415,7 @@ def certified(job: Job) -> None:
     import pytest
 
     import ckptkit
+    from ckptkit import guard
 
     args: Any = ocp.args
 
@@ -431,7 +433,7 @@ def certified(job: Job) -> None:
     with job.manager("certified", read_only=True) as manager:
         with pytest.raises(ckptkit.StepNotFoundError, match="has no certified step"):
             manager.restore(None, args=template, certified=True)
-        found = ckptkit.replay(
+        found = guard.replay(
             manager,
             lambda: lambda state, _: step_on(state),
             lambda step, restored: range(9),

@@ -16,6 +16,7 @@ import pytest
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 import ckptkit
+from ckptkit import direct
 from ckptkit.durable.abandoned import clean_left, left_behind
 from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.read_step import identity_metadata
@@ -235,16 +236,16 @@ def test_crash_after_any_change_leaves_the_whole_step_or_none(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's threads in a failed save
 @pytest.mark.usefixtures("orbax_may_fail")
 def test_crash_of_one_tree_after_any_change_leaves_the_whole_tree_or_none(mounted_bucket: MountedBucket) -> None:
-    """`ckptkit.save` to a mount: a load would find a part of the tree, without the digests that tell so. The mount
-    dies after every change; then the tree is read, and saved again."""
+    """`direct.save` to a mount: a load would find a part of the tree, without the digests that tell so. The mount dies
+    after every change; then the tree is read, and saved again."""
     path, tree = mounted_bucket.path, {"w": np.arange(3000.0), "b": np.arange(3.0)}
     outcomes: list[bool] = []
     for changes_max in itertools.count():
         path = mounted_bucket.path / f"tree-{changes_max}"
         with dying(mounted_bucket, changes_max) as attempt:
-            ckptkit.save(path, tree)
+            direct.save(path, tree)
         try:
-            found = ckptkit.load(path)
+            found = direct.load(path)
             assert {name: value.tolist() for name, value in found.items()} == {n: v.tolist() for n, v in tree.items()}
             whole = True
         except (CheckpointError, FileNotFoundError):
@@ -252,8 +253,8 @@ def test_crash_of_one_tree_after_any_change_leaves_the_whole_tree_or_none(mounte
         assert whole or not attempt.reported, f"after {changes_max} changes a tree is lost that was reported"
         assert whole or not (path / paths.COMMIT_MARK).exists(), f"after {changes_max} changes the mark tells a lie"
         if not whole:
-            ckptkit.save(path, tree, force=True)
-            assert ckptkit.load(path)["w"][-1] == 2999.0
+            direct.save(path, tree, force=True)
+            assert direct.load(path)["w"][-1] == 2999.0
         outcomes.append(whole)
         if not attempt.died:
             break

@@ -18,10 +18,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import Guard, GuardPolicy, GuardStopError, Kind, NonFinite, SlowDown, Spike
+from ckptkit import Kind
 from ckptkit.cli import main
+from ckptkit.errors import GuardStopError
 from ckptkit.goodput import goodput_report
-from ckptkit.guard import Alarm, GuardRecord, Skips
+from ckptkit.guard import Alarm, Guard, GuardPolicy, GuardRecord, NonFinite, Skips, SlowDown, Spike
 from ckptkit.job.coordination import LocalCoordinator
 from ckptkit.model.manifest import SaveId
 from tests.cases import long_except

@@ -15,6 +15,7 @@ import pytest
 from jaxlib import version as jaxlib_version
 
 import ckptkit
+from ckptkit import direct
 from ckptkit.cli import main
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.look import provenance_of
@@ -73,7 +74,7 @@ def test_revision_is_taken_from_the_environment(
     found = told(tmp_path / "run", capsys)
     assert found["revision"] == "from the launcher"
     assert "command" not in found
-    ckptkit.save(tmp_path / "tree", sharded())
+    direct.save(tmp_path / "tree", sharded())
     assert told(tmp_path / "tree", capsys)["revision"] == "from the launcher"
 
 

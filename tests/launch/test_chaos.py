@@ -18,10 +18,10 @@ from urllib.request import urlopen
 import pytest
 
 from ckptkit.cli import main
-from ckptkit.cli.chaos import ChaosReport
 from ckptkit.events import EventLog
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
 from ckptkit.launch.chaos import Chaos, ChaosRun, Injected, Targets
+from ckptkit.launch.chaos_command import ChaosReport
 from ckptkit.launch.faults import Fault, FaultKind, FaultPlan, Hazard
 from ckptkit.launch.harm import FullDisk, LocalBucket, emptied, flipped
 from ckptkit.launch.status import AttachedJob, write_status

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from ckptkit.cli.run import first_node, hosts_of
 from ckptkit.launch import Hooks, Launcher, RestartPolicy, WarmStart, Workers
 from ckptkit.launch.control import Connection, ControlError, Listener, connect
 from ckptkit.launch.follower import Follower
 from ckptkit.launch.roster import HostLimits, Roster
+from ckptkit.launch.run_command import first_node, hosts_of
 from tests.launch.agents import SECRET, TOLD, Agents
 from tests.launch.test_launcher import is_alive, wait_until
 

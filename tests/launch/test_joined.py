@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import ckptkit
+from ckptkit import direct
 from ckptkit.launch import ExitCode, WarmStart
 from tests.cases import long_except
 from tests.launch.test_launcher import wait_until
@@ -58,13 +59,13 @@ def test_loop_of_the_readme_survives_a_kill_under_run(tmp_path: Path) -> None:
     assert len(now()["losses"]) == 1
     like = {"w": jnp.zeros((256, 256))}
     assert ckptkit.latest_step(str(tmp_path / "ckptkit-run")) == 100
-    assert_same(ckptkit.load(tmp_path / "ckptkit-run" / "100" / "default", like), {"w": like["w"] + 100})
+    assert_same(direct.load(tmp_path / "ckptkit-run" / "100" / "default", like), {"w": like["w"] + 100})
 
 
 SAVES = {
     "manager": "ckptkit.CheckpointManager(sys.argv[1])",
-    "save": "ckptkit.save(sys.argv[1] + '/tree', {'a': 1})",
-    "checkpointer": "ckptkit.StandardCheckpointer().save(sys.argv[1] + '/tree', {'a': 1})",
+    "save": "ckptkit.direct.save(sys.argv[1] + '/tree', {'a': 1})",
+    "checkpointer": "ckptkit.direct.StandardCheckpointer().save(sys.argv[1] + '/tree', {'a': 1})",
 }
 
 
@@ -72,7 +73,7 @@ SAVES = {
 def test_worker_that_has_not_joined_is_refused_and_not_restarted(how: str, tmp_path: Path) -> None:
     """Each process would take itself for the job: one overwrites the other's saves, and all restarts are spent."""
     job = Job(
-        [PYTHON, write(tmp_path / "s.py", f"import sys, ckptkit\n{SAVES[how]}"), str(tmp_path / "root")],
+        [PYTHON, write(tmp_path / "s.py", f"import sys, ckptkit.direct\n{SAVES[how]}"), str(tmp_path / "root")],
         processes=2,
         warm=WARM,
     )
@@ -85,7 +86,7 @@ def test_worker_that_has_not_joined_is_refused_and_not_restarted(how: str, tmp_p
 
 def test_process_that_a_worker_starts_is_a_job_of_its_own(tmp_path: Path) -> None:
     """A worker that evaluates or converts in a process of its own would end with an error."""
-    inner = write(tmp_path / "inner.py", "import sys, ckptkit\nckptkit.save(sys.argv[1], {'a': 1})")
+    inner = write(tmp_path / "inner.py", "import sys, ckptkit.direct\nckptkit.save(sys.argv[1], {'a': 1})")
     code = (
         "import os, subprocess, sys\n"
         f"words = [sys.executable, {inner!r}, {str(tmp_path / 'tree')!r}]\n"
@@ -101,7 +102,7 @@ def test_process_that_a_worker_starts_is_a_job_of_its_own(tmp_path: Path) -> Non
 def test_manager_that_only_reads_needs_no_job(tmp_path: Path) -> None:
     """Workers that look at another run's steps would have to form a job for that."""
     code = (
-        "import sys, ckptkit\nfrom orbax.checkpoint import CheckpointManagerOptions as Options\n"
+        "import sys, ckptkit.direct\nfrom orbax.checkpoint import CheckpointManagerOptions as Options\n"
         "ckptkit.CheckpointManager(sys.argv[1], options=Options(read_only=True)).close()"
     )
     root = tmp_path / "root"

@@ -13,6 +13,7 @@ import pytest
 import tensorstore as ts
 
 import ckptkit
+from ckptkit import direct
 
 STATE = {"w": jnp.arange(1024.0).reshape(8, 128), "n": np.arange(6), "epoch": 3}
 WISHES = {"w": ocp.SaveArgs(chunk_byte_size=512), "n": ocp.SaveArgs(chunk_byte_size=8), "epoch": ocp.SaveArgs()}
@@ -44,9 +45,9 @@ def test_chunk_byte_size_rules_the_cells_of_each_tier(kind: Any, tmp_path: Path)
 
 def test_chunk_byte_size_rules_a_tree_at_a_path(tmp_path: Path) -> None:
     """The argument would do nothing where no manager writes the tree."""
-    ckptkit.PyTreeCheckpointer().save(tmp_path / "tree", STATE, save_args=WISHES)
+    direct.PyTreeCheckpointer().save(tmp_path / "tree", STATE, save_args=WISHES)
     assert chunks(tmp_path / "tree", "w") == [1, 128]
-    assert np.array_equal(ckptkit.load(tmp_path / "tree")["w"], STATE["w"])
+    assert np.array_equal(direct.load(tmp_path / "tree")["w"], STATE["w"])
 
 
 def test_target_size_rules_the_data_files_of_an_item(tmp_path: Path) -> None:

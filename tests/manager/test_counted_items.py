@@ -20,6 +20,7 @@ import ckptkit
 from ckptkit.errors import CorruptCheckpointError, Reason, UnsuitedSaveError
 from ckptkit.model.manifest import SaveId, Writer
 from ckptkit.restore.restorer import Rejection
+from ckptkit.resume import ElasticBatches
 from ckptkit.slots.reader import read_manifest
 from tests.states import abstract, assert_same, make_state
 
@@ -105,8 +106,8 @@ def elastic(kind: str, rows: Sequence[int]) -> Any:
         half = grain.sharding.ShardOptions(shard_index=rows[0] // 6, shard_count=12 // len(rows))
         return iter(grain.experimental.ElasticIterator(data, 12, half))
     if kind == "by index":
-        return ckptkit.ElasticBatches(data, 12, rows=rows)
-    return ckptkit.ElasticBatches([data[part::4].to_iter_dataset() for part in range(4)], 12, rows=rows)
+        return ElasticBatches(data, 12, rows=rows)
+    return ElasticBatches([data[part::4].to_iter_dataset() for part in range(4)], 12, rows=rows)
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -15,7 +15,7 @@ import pytest
 import ckptkit
 from ckptkit.job.coordination import LocalCoordinator
 from ckptkit.manager.metadata import MetadataIndex
-from ckptkit.schedule.decider import Decider
+from ckptkit.save.decider import Decider
 
 args: Any = ocp.args
 

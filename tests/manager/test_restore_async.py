@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.manager import restore, save
+from ckptkit.manager import RestoreHandle, restore, save
 from ckptkit.slots import arena
 from tests.states import abstract, assert_same, make_state, restore_args, save_args
 
@@ -39,7 +39,7 @@ class Held:
             self.threads.append(threading.current_thread().name)
             assert self.go.wait(30)
 
-    def restore_async(self, step: int | None = None) -> ckptkit.RestoreHandle:
+    def restore_async(self, step: int | None = None) -> RestoreHandle:
         return self.manager.restore_async(step, args=restore_args(abstract(make_state())))
 
 

@@ -18,6 +18,7 @@ import pytest
 import ckptkit
 from ckptkit.cli import main
 from ckptkit.conversion import convert, plan_convert
+from ckptkit.diagnosis import explain
 from ckptkit.formats import open_checkpoint
 from ckptkit.store import RemoteStore, Store, open_store, put_new
 from ckptkit.store.refused import refused
@@ -102,7 +103,7 @@ def test_step_in_several_pieces_is_restored(root: str) -> None:
         manager.save(1, args=args)
     keys = list(open_store(root).list_all("1"))
     assert not [key for key in keys if "/n/" in key]
-    said = ckptkit.explain(root, args, durable=profile)
+    said = explain(root, args, durable=profile)
     assert len([key for key in keys if "/d/" in key]) == said.data_files > 3
     assert [step.state for step in ckptkit.verify(root).steps] == ["proven"]
     with ckptkit.CheckpointManager(root) as manager:

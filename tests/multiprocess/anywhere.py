@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ckptkit
+from ckptkit.resume import ElasticBatches
 from ckptkit.surgery import Rename, Skip, Take, restore_into
 
 DATA = ("index", "streams")
@@ -62,15 +63,15 @@ def digests(tree: Any) -> dict[str, str]:
     return {jax.tree_util.keystr(path): hashlib.sha256(local_bytes(leaf)).hexdigest() for path, leaf in flat}
 
 
-def batches(kind: str) -> ckptkit.ElasticBatches:
+def batches(kind: str) -> ElasticBatches:
     """This process's rows of batches of 8 out of 5 epochs of 20 shuffled records, by index or from 4 streams."""
     data = grain.MapDataset.range(20)
     if kind == "index":
-        return ckptkit.ElasticBatches(data.seed(3).shuffle().repeat(5), 8)
-    return ckptkit.ElasticBatches([data[part::4].seed(3).shuffle().repeat(5).to_iter_dataset() for part in range(4)], 8)
+        return ElasticBatches(data.seed(3).shuffle().repeat(5), 8)
+    return ElasticBatches([data[part::4].seed(3).shuffle().repeat(5).to_iter_dataset() for part in range(4)], 8)
 
 
-def take(iterator: ckptkit.ElasticBatches, steps: int) -> list[tuple[int, int]]:
+def take(iterator: ElasticBatches, steps: int) -> list[tuple[int, int]]:
     """The rows and records of so many steps."""
     return [pair for _ in range(steps) for pair in zip(iterator.rows.tolist(), next(iterator).tolist(), strict=True)]
 

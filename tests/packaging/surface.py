@@ -21,8 +21,15 @@ from ckptkit.cli.exits import Exit
 PACKAGES = (
     "ckptkit",
     "ckptkit.cli",
+    "ckptkit.diagnosis",
+    "ckptkit.diagnosis.simulation",
+    "ckptkit.direct",
     "ckptkit.emergency",
+    "ckptkit.errors",
+    "ckptkit.guard",
+    "ckptkit.manager",
     "ckptkit.patch",
+    "ckptkit.resume",
     "ckptkit.store",
     "ckptkit.surgery",
     "ckptkit.testing",
@@ -81,7 +88,7 @@ def found() -> dict[str, Any]:
         "parameters": {name: parameters(getattr(ckptkit, name)) for name in sorted(ckptkit.__all__)},
         "members": {
             name: sorted(member for member in vars(getattr(ckptkit, name)) if not member.startswith("_"))
-            for name in ("CheckpointManager", "Tier", "RestoreHandle", "EventLog")
+            for name in ("CheckpointManager", "Tier", "EventLog")
         },
         "event_kinds": {kind.name: kind.value for kind in ckptkit.Kind},
         "exit_codes": {code.name: int(code) for code in Exit},

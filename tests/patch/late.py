@@ -8,12 +8,13 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 import ckptkit
+from ckptkit.patch import patch_orbax
 
 
 def refusal() -> str:
     """The text of the error of `patch_orbax`; empty if it raises none."""
     try:
-        ckptkit.patch_orbax()
+        patch_orbax()
     except ckptkit.CheckpointError as error:
         return str(error)
     return ""

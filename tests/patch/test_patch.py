@@ -1,4 +1,4 @@
-"""`ckptkit.patch_orbax` and `python -m ckptkit.patch`: each in a process of its own, because a patch stays."""
+"""`ckptkit.patch.patch_orbax` and `python -m ckptkit.patch`: each in a process of its own, because a patch stays."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import numpy as np
 
 import ckptkit
 from ckptkit.events import Event, Kind
+from ckptkit.patch import patch_orbax
 from tests.goodput.by_hand import Notebook
 
 
@@ -52,7 +53,7 @@ class Run:
             run.notebook.watch(ckptkit.CheckpointManager)
         run.events.observe(run._note)
         if not run.stock:  # with a ramdisk that holds every save of the trainer
-            ckptkit.patch_orbax([ckptkit.Tier.ram(str(run.root / "ram"))], events=run.events)
+            patch_orbax([ckptkit.Tier.ram(str(run.root / "ram"))], events=run.events)
         return run
 
     def reached(self, step: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from ckptkit import ElasticBatches
+from ckptkit.resume import ElasticBatches
 from tests.cases import long_except
 from tools.corpus import build_corpus
 from trainer.config import InputError

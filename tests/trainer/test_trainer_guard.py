@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit import EventLog, Guard, GuardStopError, Kind
-from ckptkit.guard import Alarm, GuardRecord, Rollback
+from ckptkit import EventLog, Kind
+from ckptkit.errors import GuardStopError
+from ckptkit.guard import Alarm, Guard, GuardRecord, Rollback
 from tests.forked import Forked
 from trainer.config import (
     CheckpointConfig,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import ckptkit
+from ckptkit import direct
 from ckptkit.cli import main
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
@@ -36,7 +37,7 @@ def run(root: str) -> None:
     told = Notes(Path(root))
     for call in _MADE:
         os.makedirs(f"{root}/{call}")  # a user's `mkdir -p`, which syncs nothing
-    ckptkit.save(f"{root}/{_MADE['save']}", {"w": np.arange(600.0), "name": "text"})
+    direct.save(f"{root}/{_MADE['save']}", {"w": np.arange(600.0), "name": "text"})
     told.say("save")
     for command, words in (
         ("copy", [f"{root}/source", f"{root}/copy/new"]),

@@ -34,9 +34,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 import ckptkit
-from ckptkit import CorruptCheckpointError, SigningKeyError, UntrustedStepError
+from ckptkit import CorruptCheckpointError, direct
 from ckptkit.cli import main
 from ckptkit.durable.write_step import StepWriter
+from ckptkit.errors import SigningKeyError, UntrustedStepError
 from ckptkit.model.digests import digest_of
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import Manifest, SaveId
@@ -149,13 +150,13 @@ def test_fast_tiers_are_not_trusted(tmp_path: Path, keys: Keys, capsys: pytest.C
 
 def test_tree_saved_by_itself_is_signed_and_may_be_renamed(tmp_path: Path, keys: Keys) -> None:
     """Weights that are handed on are such a directory, and get another name."""
-    ckptkit.save(tmp_path / "weights", {**state(5), "name": "text"})
+    direct.save(tmp_path / "weights", {**state(5), "name": "text"})
     with pytest.raises(UntrustedStepError, match="weights is not signed"):
         check(tmp_path / "weights", keys.public)
     assert sign(str(tmp_path / "weights"), keys.private).step is None
     (tmp_path / "weights").rename(tmp_path / "final")
     assert main(["verify", str(tmp_path / "final"), "--key", keys.public]) == 0
-    found = ckptkit.load(tmp_path / "final")
+    found = direct.load(tmp_path / "final")
     assert (float(found["w"][0, 0]), found["name"]) == (5.0, "text")
     with pytest.raises(UntrustedStepError, match="signed by another key"):
         check(tmp_path / "final", keys.other_public)

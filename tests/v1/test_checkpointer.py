@@ -14,7 +14,9 @@ import pytest
 from orbax.checkpoint import v1 as orbax
 
 import ckptkit
+import ckptkit.v1
 from ckptkit.model.paths import SIDECAR_DIR
+from ckptkit.resume import ElasticBatches
 from tests.states import abstract, assert_same, make_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -185,7 +187,7 @@ def test_grain_iterator_resumes(tmp_path: Path, writer: Any, reader: Any, kind: 
 
     def iterator() -> Any:
         data = grain.MapDataset.range(100).seed(3).shuffle()
-        return iter(data.to_iter_dataset()) if kind == "Grain's" else ckptkit.ElasticBatches(data, 1, batch_fn=list)
+        return iter(data.to_iter_dataset()) if kind == "Grain's" else ElasticBatches(data, 1, batch_fn=list)
 
     walked = iterator()
     for _ in range(5):

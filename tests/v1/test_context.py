@@ -13,6 +13,7 @@ import pytest
 from orbax.checkpoint import v1 as orbax
 
 import ckptkit
+import ckptkit.v1
 from ckptkit.model.boxes import CELL_BYTES
 from tests.states import assert_same
 

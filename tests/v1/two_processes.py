@@ -22,6 +22,7 @@ def main(process: int, port: str, root: Path) -> None:
     from orbax.checkpoint import v1 as orbax
 
     import ckptkit
+    import ckptkit.v1
     from ckptkit.inspection.places import Place
 
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -16,6 +16,7 @@ import pytest
 import ckptkit
 from bench.measure import PeakMemory, settle
 from ckptkit import DurableProfile
+from ckptkit.diagnosis import explain
 from ckptkit.diagnosis.tuner import explain_checkpoint
 from ckptkit.durable.cells.pieces import Pieces
 from ckptkit.model.durable_profile import Codec
@@ -50,8 +51,8 @@ def test_save_to_a_disk_costs_what_explain_predicts(tmp_path: Path, make: Any, j
     """A quota, or the memory of a container, would be planned on a wrong number."""
     state = jax.block_until_ready(make())
     args = args_of(state, json=json)
-    said = ckptkit.explain(tmp_path, args)
-    assert said == ckptkit.explain(tmp_path, args_of(abstract(state), json=json)), "an abstract state is as good"
+    said = explain(tmp_path, args)
+    assert said == explain(tmp_path, args_of(abstract(state), json=json)), "an abstract state is as good"
     with ckptkit.CheckpointManager(tmp_path, durable=changing(DurableProfile())) as manager:
         manager.save(1, args=args)
         manager.wait_until_finished()
@@ -76,7 +77,7 @@ def test_save_to_a_bucket_takes_the_predicted_requests(
 ) -> None:
     """A bucket that throttles by requests would surprise whoever had asked before."""
     state = make()
-    said = ckptkit.explain("gs://runs/run", args_of(state, json=True), durable=profile)
+    said = explain("gs://runs/run", args_of(state, json=True), durable=profile)
     with ckptkit.CheckpointManager("gs://runs/run", durable=changing(profile)) as manager:
         manager.save(1, args=args_of(state, json=True))
         manager.wait_until_finished()
@@ -97,10 +98,10 @@ def test_save_of_an_adapter_on_a_frozen_base_costs_what_explain_predicts(
     def args(step: int) -> Any:
         return args_of({**few_large(), "adapter": jnp.full((100, 100), float(step))}, json=False)
 
-    said = ckptkit.explain(tmp_path, args(1), durable=profile, unchanged=["leaf*"])
+    said = explain(tmp_path, args(1), durable=profile, unchanged=["leaf*"])
     assert said.shared_bytes == 8 << 20
-    assert ckptkit.explain(tmp_path, args(1), durable=profile).shared_bytes == 0
-    in_bucket = ckptkit.explain("gs://runs/run", args(1), durable=profile, unchanged=["leaf*"])
+    assert explain(tmp_path, args(1), durable=profile).shared_bytes == 0
+    in_bucket = explain("gs://runs/run", args(1), durable=profile, unchanged=["leaf*"])
     found = dict[str, int]()
     for root in (str(tmp_path / "run"), "gs://runs/run"):
         with ckptkit.CheckpointManager(root, durable=profile) as manager:
@@ -145,7 +146,7 @@ def test_pieces_of_uneven_shapes_are_predicted(
         for index, (shape, dtype) in enumerate(shapes)
     }
     args = args_of(jax.tree.map(jnp.asarray, state), json=False)
-    said = ckptkit.explain(tmp_path, args, durable=profile)
+    said = explain(tmp_path, args, durable=profile)
     held.clear()
     with ckptkit.CheckpointManager(tmp_path, durable=profile) as manager:
         manager.save(1, args=args)
@@ -160,12 +161,12 @@ def test_items_written_by_orbax_are_refused(tmp_path: Path) -> None:
     """A number without a basis would be reported."""
     args = ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(0)))  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="item 'key' is JaxRandomKeySaveArgs, which Orbax's own handler writes"):
-        ckptkit.explain(tmp_path, args)
+        explain(tmp_path, args)
 
 
 def test_one_database_per_process_is_predicted(tmp_path: Path) -> None:
     """A large job would be planned like a small one."""
-    one, four = (ckptkit.explain("gs://runs/run", few_large(), processes=count) for count in (1, 4))
+    one, four = (explain("gs://runs/run", few_large(), processes=count) for count in (1, 4))
     assert four.written_bytes == one.written_bytes
     assert (one.data_files, four.data_files) == (1, 4)
     assert four.files > one.files

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptkit.schedule.simulation.cluster import FAILURES, Failure
+from ckptkit.diagnosis.simulation.cluster import FAILURES, Failure
 
 _TRACE_BYTES_MAX = 64 << 20
 _FAILURES_MAX = 20_000_000  # of all runs together: 340 MB

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.goodput import load_run
+from ckptkit.goodput import intervals, load_run
 from ckptkit.goodput.runs import Attempt, attempts_of
 from ckptkit.model.tiers import DURABLE, PEER, SSD
-from ckptkit.schedule import intervals
 from ckptkit.util.clock import monotonic_s, time_text
 
 _log = logging.getLogger("ckptkit")
@@ -67,7 +66,7 @@ class GoodputOptimal:
     successor restored from. A preemption whose last save the successor restored is not a failure. A prior of two
     failures, `prior_mtbf_s` apart, is added: a tenth for the slowest tier, and of the rest for each tier twice as many
     as for the next slower one. Each tier has Daly's interval for the failures that it survives and no faster one does
-    (Young 1974, Daly 2006, Benoit et al. 2017: `ckptkit.schedule.intervals`), but at least the time that its last saves
+    (Young 1974, Daly 2006, Benoit et al. 2017: `ckptkit.goodput.intervals`), but at least the time that its last saves
     took to commit. If the uptimes of attempts show that failures cluster, intervals are shorter just after a restart
     and grow with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit
     simulate`). Process 0's answer counts, so it alone reads `history`.

@@ -22,6 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ckptkit
+from ckptkit.errors import ProgramChangedError
+from ckptkit.resume import CompiledProgram, compiled
 from ckptkit.util import unproven
 from tests.forked import run_forked
 
@@ -48,8 +50,8 @@ def state() -> dict[str, jax.Array]:
     return {"w": jnp.ones(8)}
 
 
-def program_of(by: float, cache: Path, **more: Any) -> ckptkit.CompiledProgram:
-    return ckptkit.compiled(scaled(by), state(), X, cache=cache, **more)
+def program_of(by: float, cache: Path, **more: Any) -> CompiledProgram:
+    return compiled(scaled(by), state(), X, cache=cache, **more)
 
 
 def test_second_start_loads_the_program_and_proves_it(tmp_path: Path) -> None:
@@ -82,10 +84,10 @@ def test_trace_does_not_run_beside_the_first_step(tmp_path: Path, monkeypatch: p
         raise RuntimeError("Array has been deleted")
 
     function = jax.jit(step, donate_argnums=0)
-    ckptkit.compiled(function, state(), X, cache=tmp_path)
+    compiled(function, state(), X, cache=tmp_path)
     jax.clear_caches()
     traced.clear()
-    program = ckptkit.compiled(function, state(), X, cache=tmp_path)
+    program = compiled(function, state(), X, cache=tmp_path)
     assert program.origin == "loaded"
     monkeypatch.setattr(jax, "block_until_ready", wait)
     loss = program(state(), X)[1]
@@ -102,10 +104,10 @@ def test_changed_program_is_never_saved_and_compiled_at_the_next_start(tmp_path:
     stale = program_of(3.0, tmp_path / "cache")
     assert stale.origin == "loaded"
     with ckptkit.CheckpointManager(tmp_path / "run") as manager:
-        with pytest.raises(ckptkit.ProgramChangedError, match="none of them was saved"):
+        with pytest.raises(ProgramChangedError, match="none of them was saved"):
             manager.save(0, args=ocp.args.StandardSave(state()))  # pyright: ignore[reportCallIssue]
         assert manager.all_steps() == []
-    with pytest.raises(ckptkit.ProgramChangedError):
+    with pytest.raises(ProgramChangedError):
         stale(state(), X)
     for _ in range(2):  # what one key has stood for twice is not kept again
         fresh = program_of(3.0, tmp_path / "cache")
@@ -132,14 +134,14 @@ def test_save_that_is_not_due_does_not_wait_for_the_proof(tmp_path: Path) -> Non
     "other",
     [
         lambda cache: program_of(2.0, cache, key={"layers": 3}),
-        lambda cache: ckptkit.compiled(scaled(2.0), {"w": jnp.ones(8)}, jnp.arange(8), cache=cache),
-        lambda cache: ckptkit.compiled(scaled(2.0), {"w": jnp.ones((1, 8))}, X, cache=cache),
-        lambda cache: ckptkit.compiled(jax.jit(lambda state, x: (state, x)), state(), X, cache=cache),
-        lambda cache: ckptkit.compiled(scaled(2.0), *jax.device_put((state(), X), jax.devices()[1]), cache=cache),
+        lambda cache: compiled(scaled(2.0), {"w": jnp.ones(8)}, jnp.arange(8), cache=cache),
+        lambda cache: compiled(scaled(2.0), {"w": jnp.ones((1, 8))}, X, cache=cache),
+        lambda cache: compiled(jax.jit(lambda state, x: (state, x)), state(), X, cache=cache),
+        lambda cache: compiled(scaled(2.0), *jax.device_put((state(), X), jax.devices()[1]), cache=cache),
     ],
     ids=["key", "dtype", "shape", "function", "device"],
 )
-def test_other_programs_are_told_apart(tmp_path: Path, other: Callable[[Path], ckptkit.CompiledProgram]) -> None:
+def test_other_programs_are_told_apart(tmp_path: Path, other: Callable[[Path], CompiledProgram]) -> None:
     """A job with other settings would load this one's program, and end after its first step."""
     program_of(2.0, tmp_path, key={"layers": 2})
     assert other(tmp_path).origin == "compiled"
@@ -161,7 +163,7 @@ def test_programs_are_kept_beside_the_compilation_cache_of_jax(tmp_path: Path) -
         "w, x = jnp.ones((4, 64, 64)), jnp.ones((64, 64))\n"
         "if sys.argv[2] == 'called':\n"
         "    step(w, x)\n"
-        "program = ckptkit.compiled(step, w, x, cache=sys.argv[1])\n"
+        "program = ckptkit.resume.compiled(step, w, x, cache=sys.argv[1])\n"
         "print(program.origin, float(program(w, x).sum()))\n"
         "jax.jit(lambda x: x + 12.0)(x)\n"
     )
@@ -218,7 +220,7 @@ def test_program_of_a_mesh_is_loaded_and_proven_within_set_mesh(tmp_path: Path) 
         return jax.lax.with_sharding_constraint(w @ w, P("data"))
 
     with jax.set_mesh(mesh):
-        programs = [ckptkit.compiled(jax.jit(step), w, cache=tmp_path) for _ in range(2)]
+        programs = [compiled(jax.jit(step), w, cache=tmp_path) for _ in range(2)]
         assert [each.origin for each in programs] == ["compiled", "loaded"]
         value = jax.device_put(jnp.arange(64.0).reshape(8, 8), w.sharding)
         found = [np.asarray(each(value)) for each in programs]
@@ -279,7 +281,7 @@ def test_cache_that_cannot_be_written_costs_the_cache_alone(tmp_path: Path) -> N
     """A full disk would end the training at its start."""
     (tmp_path / "file").write_text("")
     assert program_of(2.0, tmp_path / "file" / "cache").origin == "compiled"
-    assert ckptkit.compiled(scaled(2.0), state(), X, cache=None).origin == "compiled"
+    assert compiled(scaled(2.0), state(), X, cache=None).origin == "compiled"
 
 
 SCRIPT = """
@@ -287,7 +289,7 @@ import sys
 import jax, jax.numpy as jnp
 import ckptkit
 import mine
-program = ckptkit.compiled(jax.jit(mine.step), jnp.ones(8), cache=sys.argv[1])
+program = compiled(jax.jit(mine.step), jnp.ones(8), cache=sys.argv[1])
 print(program.origin, program(jnp.ones(8))[0])  # and the process ends while the program is traced
 """
 
@@ -323,6 +325,6 @@ def test_only_the_newest_programs_are_kept(tmp_path: Path) -> None:
 
 def test_python_numbers_are_arguments(tmp_path: Path) -> None:
     """A step that takes its rate as a number would not compile."""
-    programs = [ckptkit.compiled(jax.jit(lambda x, rate: x * rate), X, 0.5, cache=tmp_path) for _ in range(2)]
+    programs = [compiled(jax.jit(lambda x, rate: x * rate), X, 0.5, cache=tmp_path) for _ in range(2)]
     assert [each.origin for each in programs] == ["compiled", "loaded"]
     np.testing.assert_array_equal(programs[1](X, 0.25), np.arange(8) * 0.25)

@@ -20,7 +20,6 @@ import click
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON, Parsed, named_number, seconds
-from ckptkit.cli.run import COLD, COMMAND, COMMAND_SETTINGS, DEVICES, EVENTS, HANG, PROCESSES
 from ckptkit.cli.text import count_text, print_json, print_line, print_notes, print_table
 from ckptkit.events import EVENTS_DIRECTORY, Event, EventLog
 from ckptkit.goodput import GoodputReport, Part, goodput_page, goodput_report, headline, load_run, timeline_of
@@ -30,6 +29,7 @@ from ckptkit.launch.faults import ANY, PLACES, Fault, FaultKind, FaultPlan, Haza
 from ckptkit.launch.harm import FullDisk, LocalBucket, flipped, places_of
 from ckptkit.launch.logs import say_on_stderr
 from ckptkit.launch.policy import ExitCode
+from ckptkit.launch.run_command import COLD, COMMAND, COMMAND_SETTINGS, DEVICES, EVENTS, HANG, PROCESSES
 from ckptkit.launch.status import AttachedJob
 from ckptkit.snapshot.state_digest import STATE_DIGEST
 from ckptkit.util.clock import time_text

@@ -1,6 +1,6 @@
 """Estimates a job's goodput: drawn or replayed failures, declared tiers, and a policy for the intervals."""
 
-from ckptkit.schedule.simulation.cluster import (
+from ckptkit.diagnosis.simulation.cluster import (
     FAILURES,
     PRESETS,
     TIER_NAMES,
@@ -10,7 +10,7 @@ from ckptkit.schedule.simulation.cluster import (
     TierModel,
     default_tier,
 )
-from ckptkit.schedule.simulation.compare import (
+from ckptkit.diagnosis.simulation.compare import (
     FixedIntervals,
     Learned,
     Result,
@@ -22,9 +22,9 @@ from ckptkit.schedule.simulation.compare import (
     mean_ci,
     young,
 )
-from ckptkit.schedule.simulation.cycle import Schedule
-from ckptkit.schedule.simulation.engine import Mark, Outcome, Policy, Seen, simulate, simulate_all
-from ckptkit.schedule.simulation.failures import Failures, FailureTrace, draw, read_trace, replay
+from ckptkit.diagnosis.simulation.cycle import Schedule
+from ckptkit.diagnosis.simulation.engine import Mark, Outcome, Policy, Seen, simulate, simulate_all
+from ckptkit.diagnosis.simulation.failures import Failures, FailureTrace, draw, read_trace, replay
 
 __all__ = [
     "FAILURES",

@@ -18,8 +18,8 @@ from orbax.checkpoint import checkpoint_managers as policies
 from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
 from ckptkit.model.tiers import DURABLE, EverySteps, Tier
-from ckptkit.schedule import decider
-from ckptkit.schedule.decider import Decider, StepInfo
+from ckptkit.save import decider
+from ckptkit.save.decider import Decider, StepInfo
 from tests.cases import long_except
 
 Options = ocp.CheckpointManagerOptions

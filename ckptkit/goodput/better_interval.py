@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any
 
 from ckptkit.events import Event, Kind
-from ckptkit.goodput import GoodputReport
-from ckptkit.schedule import intervals
+from ckptkit.goodput import GoodputReport, intervals
 from ckptkit.util.clock import time_text
 
 LOSSES_MIN = 3

@@ -13,8 +13,8 @@ import grain
 import numpy as np
 import pytest
 
-from ckptkit import ElasticBatches
-from ckptkit.job.data.position import joined
+from ckptkit.job.data_position import joined
+from ckptkit.resume import ElasticBatches
 from ckptkit.testing.bucket import BucketServer
 
 RECORDS, BATCH = 30, 6

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptkit.events import Event, Kind
-from ckptkit.schedule.goodput_policy import SaveCosts
+from ckptkit.goodput.policy import SaveCosts
 
 
 class Loop:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.schedule import simulation as sim
-from tests.schedule.exact import overhead
+from ckptkit.diagnosis import simulation as sim
+from tests.goodput.exact import overhead
 
 DAY_S = 86400.0
 

@@ -10,7 +10,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from ckptkit.job.data.position import DataPosition
+from ckptkit.job.data_position import DataPosition
 
 BatchFn = Callable[[Sequence[Any]], Any]
 RecordOf = Callable[[int], int]  # the first record of a step

@@ -9,8 +9,8 @@ import grain
 import jax
 import numpy as np
 
-from ckptkit.job.data.position import DataPosition
-from ckptkit.job.data.sources import BatchFn, IndexSource, LoaderSource, Source, StreamSource, is_by_index
+from ckptkit.job.data_position import DataPosition
+from ckptkit.resume.sources import BatchFn, IndexSource, LoaderSource, Source, StreamSource, is_by_index
 
 Rows = Sequence[int] | np.ndarray | jax.sharding.Sharding
 
@@ -44,7 +44,7 @@ class ElasticBatches(grain.DatasetIterator):
         Default: an even, consecutive part for each process of the JAX job.
       batch_fn: makes a batch from the list of a step's records. Default: NumPy arrays are stacked, leaf by leaf.
       batch_of: the batch that a step takes, by number: `lambda step: guard.skips.batch_of(step)`
-        leaves out what a `ckptkit.Guard` skips. Not for streams.
+        leaves out what a `ckptkit.guard.Guard` skips. Not for streams.
       first_step: where to begin, for loops that keep a position of their own. Not for streams.
       read_options, multiprocessing_options: Grain's, for a `MapDataset`: threads and worker processes that read ahead.
 

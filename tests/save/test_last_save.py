@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.events import Event, Kind
-from ckptkit.schedule.preemption import MARGIN, POLL_S, PreemptionPace, TierRates, plan_last_save
+from ckptkit.save.last_save import MARGIN, POLL_S, PreemptionPace, TierRates, plan_last_save
 
 TIERS = ("ram", "peer", "ssd", "durable")
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.schedule import intervals
-from ckptkit.schedule.simulation.cluster import Cluster
-from ckptkit.schedule.simulation.cycle import Schedule
-from ckptkit.schedule.simulation.engine import Outcome, Policy, Seen, kept_intervals_s, simulate_all
-from ckptkit.schedule.simulation.failures import Failures
+from ckptkit.diagnosis.simulation.cluster import Cluster
+from ckptkit.diagnosis.simulation.cycle import Schedule
+from ckptkit.diagnosis.simulation.engine import Outcome, Policy, Seen, kept_intervals_s, simulate_all
+from ckptkit.diagnosis.simulation.failures import Failures
+from ckptkit.goodput import intervals
 
 # The search needs differences on the same failures, not absolute values: 100 runs, and their first 30,000 failures.
 _SEARCH_RUNS, _SEARCH_FAILURES = 100, 30_000

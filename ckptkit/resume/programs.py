@@ -186,7 +186,7 @@ class _Proof:
         self._error = ProgramChangedError(
             f"{self._path} was made from another program than {_name(self._fn)} gives now, and some steps ran with it; "
             "none of them was saved. Start again: it is compiled. To have such changes found before a step, put what "
-            "the function depends on into `key` of ckptkit.compiled.",
+            "the function depends on into `key` of ckptkit.resume.compiled.",
             path=str(self._path),
         )
 

@@ -15,9 +15,9 @@ from ckptkit.cli.options import named_number
 from ckptkit.cli.prices import PRICE
 from ckptkit.cli.progress import counting_bar
 from ckptkit.cli.text import print_json, print_line, print_part, print_table, size_text
+from ckptkit.diagnosis import simulation as sim
+from ckptkit.diagnosis.simulation.cluster import TIER_ASSUMPTIONS
 from ckptkit.goodput.prices import JobPrice, Price
-from ckptkit.schedule import simulation as sim
-from ckptkit.schedule.simulation.cluster import TIER_ASSUMPTIONS
 from ckptkit.util.clock import time_text
 
 _DAY_S = 86400.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.schedule.simulation.cluster import Cluster
+from ckptkit.diagnosis.simulation.cluster import Cluster
 
 _NEVER_S = 1e12  # an interval that no run lives to see, and that arithmetic still bears
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.schedule.intervals import GROWTHS, daly_s, first_s, growth, levels_s, moments, next_s, young_s
-from tests.schedule.exact import overhead
+from ckptkit.goodput.intervals import GROWTHS, daly_s, first_s, growth, levels_s, moments, next_s, young_s
+from tests.goodput.exact import overhead
 
 COSTS = st.floats(1e-2, 1e3)
 MTBFS = st.floats(1e3, 1e7)

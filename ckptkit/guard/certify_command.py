@@ -32,7 +32,7 @@ _POLL_S = 2.0  # between looks at the root of a running job
     "program",
     required=True,
     metavar="MODULE:FUNCTION",
-    help="Gets WORDS as a list of text, and returns a `ckptkit.ReplayPlan`.",
+    help="Gets WORDS as a list of text, and returns a `ckptkit.guard.ReplayPlan`.",
 )
 @click.option(
     "--first", type=click.IntRange(min=0), metavar="STEP", help="The save to begin at [default: the last but one]."
@@ -177,7 +177,7 @@ def _plan(program: str, words: Sequence[str]) -> ReplayPlan:
         raise click.UsageError(f"--replay {program}: {error}") from error
     plan = function(list(words))
     if not isinstance(plan, ReplayPlan):
-        raise click.UsageError(f"--replay {program}: it returned a {type(plan).__name__}, not a ckptkit.ReplayPlan")
+        raise click.UsageError(f"--replay {program}: it returned a {type(plan).__name__}, no ckptkit.guard.ReplayPlan")
     return plan
 
 

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
-from ckptkit.schedule.intervals import GROWTHS, moments
-from ckptkit.schedule.simulation.cluster import FAILURES, Cluster
-from ckptkit.schedule.simulation.cycle import Cycle, Schedule
-from ckptkit.schedule.simulation.failures import Failures
+from ckptkit.diagnosis.simulation.cluster import FAILURES, Cluster
+from ckptkit.diagnosis.simulation.cycle import Cycle, Schedule
+from ckptkit.diagnosis.simulation.failures import Failures
+from ckptkit.goodput.intervals import GROWTHS, moments
 
 _PROGRESS_EVERY = 64  # failures: some milliseconds
 _BLOCK = 64  # failures of a run, adjacent in memory
@@ -31,7 +31,7 @@ class Seen:
     failures: np.ndarray  # (runs, tiers): what the tier survived and no faster one did, weighed alike
     moments: (
         np.ndarray
-    )  # (runs, 2, growths): of every uptime that a failure ended, see `ckptkit.schedule.intervals.moments`
+    )  # (runs, 2, growths): of every uptime that a failure ended, see `ckptkit.goodput.intervals.moments`
 
 
 class Policy(Protocol):

@@ -88,7 +88,7 @@ class ShardingReport:
 def report_layouts(
     layouts: Iterable[Layout], mesh: Mapping[str, int], *, replica_axes: Collection[str] = ("data",)
 ) -> ShardingReport:
-    """The report of leaves over a mesh, given as axis sizes. See `ckptkit.sharding_report`."""
+    """The report of leaves over a mesh, given as axis sizes. See `ckptkit.diagnosis.sharding_report`."""
     leaves = list(layouts)
     groups: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for leaf in leaves:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.schedule import goodput_policy
-from ckptkit.schedule.goodput_policy import GoodputOptimal, IntervalBounds
-from ckptkit.schedule.intervals import daly_s
+from ckptkit.goodput import policy as goodput_policy
+from ckptkit.goodput.intervals import daly_s
+from ckptkit.goodput.policy import GoodputOptimal, IntervalBounds
 
 
 @pytest.fixture

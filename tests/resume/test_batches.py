@@ -14,9 +14,9 @@ import pytest
 from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckptkit import ElasticBatches, Guard
-from ckptkit.guard import Alarm, GuardRecord, Rollback, Skips
-from ckptkit.job.data.position import joined
+from ckptkit.guard import Alarm, Guard, GuardRecord, Rollback, Skips
+from ckptkit.job.data_position import joined
+from ckptkit.resume import ElasticBatches
 from tests.cases import long_except
 
 RECORDS, EPOCHS, STREAMS = 40, 3, 4

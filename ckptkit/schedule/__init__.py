@@ -1,1 +1,0 @@
-"""When a save is due: policies, intervals from costs and failure rates, preemption."""
