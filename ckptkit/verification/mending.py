@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 import numpy as np
 
@@ -55,21 +55,6 @@ _DEAD_AFTER_S = 86400.0  # a repair writes one step once; no clocks are so far a
 _COMMIT_BYTES = 256 << 20  # held in memory before they are written: a commit of its own for every cell is slow
 
 
-class Mendable(Protocol):
-    """A damaged copy, as far as it can be changed."""
-
-    def mend(self, sources: Sources, *, writes: bool) -> str | None:
-        """Makes it whole; None, or why it was left as it is. Raises `CannotMendError` if `sources` lack bytes of it.
-
-        Without `writes`, only looks whether they have all.
-        """
-        ...
-
-    def put_aside(self) -> str | None:
-        """Moves it into the quarantine; None, or why it was left."""
-        ...
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class ManifestFile:
@@ -78,13 +63,13 @@ class ManifestFile:
     path: Path
 
     def mend(self, sources: Sources, *, writes: bool) -> str | None:
-        """Raises `CannotMendError`: no copy has the place of the bytes."""
+        """As of `RootStep`. Raises `CannotMendError`: no copy has the place of the bytes."""
         del sources, writes
         there = os.path.lexists(self.path)
         raise CannotMendError("its manifest is damaged" if there else "its manifest is missing: its slot is free")
 
     def put_aside(self) -> str | None:
-        """See `Mendable.put_aside`; a missing one is no longer expected."""
+        """As of `RootStep`; a missing one is no longer expected."""
         with arena_lock(self.path.parent) as held:
             if not held:
                 return _HELD
@@ -111,7 +96,7 @@ class SlotShare:
         return self.proof.share
 
     def mend(self, sources: Sources, *, writes: bool) -> str | None:
-        """See `Mendable.mend`: rewrites the damaged cells, and syncs them before the share is verified again."""
+        """As of `RootStep`: rewrites the damaged cells, and syncs them before the share is verified again."""
         blocks = (
             (offset, sources.cell(item, leaf, cell, digest)) for item, leaf, cell, offset, digest in self._cells()
         )
@@ -131,7 +116,7 @@ class SlotShare:
         return None
 
     def put_aside(self) -> str | None:
-        """See `Mendable.put_aside`: the manifest, then the slot."""
+        """As of `RootStep`: the manifest, then the slot."""
         directory, save_id = self._share.directory, self._share.manifest.save_id
         with arena_lock(directory) as held:
             if (left := self._why_left(held)) is not None:
@@ -195,10 +180,12 @@ class RootStep:
     timeout_s: float
 
     def mend(self, sources: Sources, *, writes: bool) -> str | None:
-        """See `Mendable.mend`. The damaged step stays in the quarantine. An object of a bucket is replaced only if it
-        is still the one that was read. If this is interrupted, the next repair completes it.
+        """Makes it whole; None, or why it was left. Raises `CannotMendError` if `sources` lack bytes of it. Without
+        `writes`, only looks whether they have all.
 
-        Cost: the whole step is written once more, and copied within a bucket.
+        The damaged step stays in the quarantine. An object of a bucket is replaced only if it is still the one that was
+        read. If this is interrupted, the next repair completes it. Cost: the whole step is written once more, and
+        copied within a bucket.
         """
         sidecars = sidecars_for(self.place, sources)
         if not writes:
@@ -229,7 +216,8 @@ class RootStep:
                 _remove(store, work)
 
     def put_aside(self) -> str | None:
-        """See `Mendable.put_aside`: in one rename, or copied whole and then deleted, its mark first."""
+        """Moves it into the quarantine: in one rename, or copied whole and then deleted, its mark first. None, or why
+        it was left."""
         if self.before == ([], None):  # a step that a running job is deleting looks like this at its end
             return "there is nothing in it to keep"
         if not self._is_same():

@@ -25,7 +25,7 @@ from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.util.plain import plain_fields
 from ckptkit.verification.durable import identity_of, items_of, prove_step
-from ckptkit.verification.mending import ManifestFile, Mendable, RootStep, SlotShare, clean_repairs
+from ckptkit.verification.mending import ManifestFile, RootStep, SlotShare, clean_repairs
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
 from ckptkit.verification.records import FORMAT, Finding, ProofKind, StepProof, VerifyProgress
 from ckptkit.verification.slots import ShareProof, damaged_manifests, prove_share
@@ -110,7 +110,7 @@ class _DamagedCopy:
     save_id: SaveId | None
     path: str
     findings: tuple[Finding, ...]
-    copy: Mendable
+    copy: ManifestFile | SlotShare | RootStep
     found: DurableStep | None = None
     proof: StepProof | None = None
 
