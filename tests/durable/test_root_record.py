@@ -97,6 +97,14 @@ def test_restart_takes_saves_of_runs_of_its_branch(save: SaveId, is_taken: bool,
     assert ancestry.is_unrecorded(save) == is_unrecorded
 
 
+def test_run_before_the_first_that_the_root_knows_is_unrecorded() -> None:
+    """A root was put back as it was before its first save, and a run has saved since: hosts that were away would hold
+    saves of a run that no warning names."""
+    ancestry = Ancestry(root=ROOT).begin(2, None, R2)
+    assert ancestry.disowned(save_of(1, R1))
+    assert ancestry.is_unrecorded(save_of(1, R1))
+
+
 def test_base_of_an_unrecorded_run_is_of_the_branch() -> None:
     """The saves that a run continues from would be dropped once it has recorded its own epoch."""
     before = Ancestry(root=ROOT).begin(1, None, R1)

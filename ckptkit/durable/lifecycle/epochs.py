@@ -130,7 +130,7 @@ class Ancestry:
     def is_unrecorded(self, save: SaveId) -> bool:
         """Whether the run of a disowned save had recorded its epoch, in a record that is not here: this root was
         replaced by an older copy of it."""
-        oldest = min((epoch for epoch, _ in self.runs), default=0)
+        oldest = self.runs[0][0] if len(self.runs) >= _RUNS_KEPT else 0  # the records of earlier ones were dropped
         of_this_root = bool(save.run) and save.root == self.root and save.epoch >= oldest
         return of_this_root and not save.after and dict(self.runs).get(save.epoch) != save.run
 
