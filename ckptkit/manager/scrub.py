@@ -6,18 +6,16 @@ from another copy.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.events import EventLog, Kind
-from ckptkit.model.cells import DigestedCell, digested_cells
-from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.model.manifest import SaveId
 from ckptkit.slots.arena import Arena
-from ckptkit.slots.reader import digest_of_range, manifest_name_of, opened_slot, read_manifest
-from ckptkit.util.sharing import copy_threads, share_work
+from ckptkit.slots.reader import damaged_cells, manifest_name_of, read_manifest
+from ckptkit.util.sharing import copy_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,36 +61,14 @@ def scrub_slots(arenas: Iterable[Arena], events: EventLog) -> SlotScrub:
 def _problems(directory: Path, save_id: SaveId) -> tuple[str, ...]:
     try:
         manifest = read_manifest(directory / manifest_name_of(save_id))
-        return _damaged_cells(directory / manifest.slot, manifest)
+        found = damaged_cells(directory / manifest.slot, manifest, copy_threads(manifest.held_bytes))
     except FileNotFoundError:
         return (f"the manifest of save {save_id} is missing",)
     except CorruptCheckpointError as error:
         return (str(error),)
     except OSError as error:
         raise StoreError(f"{directory}: {error.strerror}; look at its permissions", path=str(directory)) from error
-
-
-def _damaged_cells(path: Path, manifest: Manifest) -> tuple[str, ...]:
-    """The damaged cells of a slot, read by several threads: a MiB of memory each."""
-    cells, lock, found = digested_cells(manifest), threading.Lock(), list[str]()
-
-    def next_cell() -> DigestedCell | None:
-        with lock:
-            return next(cells, None)
-
-    with opened_slot(path) as fd:
-
-        def work() -> None:
-            while (each := next_cell()) is not None:
-                start = each.record.offset
-                try:
-                    digest = digest_of_range(fd, start + each.start, start + each.stop, path)
-                except CorruptCheckpointError as error:
-                    found.append(str(error))
-                    continue
-                if digest != each.digest:
-                    where = f"leaf {each.item}:{each.leaf.name}, cell {each.cell.start} to {each.cell.stop}"
-                    found.append(f"{path}: {where} has digest {digest}, expected {each.digest}")
-
-        share_work(work, copy_threads(manifest.held_bytes))
-    return tuple(sorted(found))
+    return tuple(
+        f"leaf {cell.item}:{cell.leaf.name}, cell {cell.cell.start} to {cell.cell.stop}: {problem}"
+        for cell, problem, _ in found
+    )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import add
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 import xxhash
@@ -18,12 +19,13 @@ import xxhash
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
-from ckptkit.model.cells import copy_proven
+from ckptkit.model.cells import DigestedCell, copy_proven, digested_cells
 from ckptkit.model.digests import COPY_PIECE_BYTES, digest_of
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.util.disk_file import FileReads
 from ckptkit.util.gc_pause import collection_paused
+from ckptkit.util.sharing import share_work
 
 PIECE_BYTES = 1 << 20  # of a slot's file that is digested: read at a time, into memory that is used again
 _RUN_WASTE_MAX = 2  # what a run may copy, over what it was asked for: boxes begin at pages
@@ -147,6 +149,67 @@ def opened_slot(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+class DamagedCell(NamedTuple):
+    """A cell that does not have the bytes of its digest. `found`: the digest of those it has; None if it cannot be
+    read."""
+
+    cell: DigestedCell
+    problem: str
+    found: str | None = None
+
+
+def damaged_cells(
+    path: Path,
+    manifest: Manifest,
+    threads: int,
+    *,
+    piece_bytes: int = PIECE_BYTES,
+    read: Callable[[DigestedCell], None] = lambda cell: None,
+) -> list[DamagedCell]:
+    """Reads every cell of a slot at `path`, and returns those that are damaged, in the order of the manifest.
+
+    Memory: `piece_bytes` for each thread. `read` is called with each cell, by one thread at a time. Raises what
+    `opened_slot` raises.
+    """
+    waiting, lock = enumerate(digested_cells(manifest)), threading.Lock()
+    found: dict[int, DamagedCell] = {}
+    failed = threading.Event()  # by an interrupt: nothing new is begun
+
+    def next_cell() -> tuple[int, DigestedCell] | None:
+        with lock:
+            return None if failed.is_set() else next(waiting, None)
+
+    with opened_slot(path) as fd:
+
+        def look(number: int, cell: DigestedCell) -> None:
+            damage = _damage(fd, cell, path, piece_bytes)
+            with lock:
+                found.update({} if damage is None else {number: damage})
+                read(cell)
+
+        def work() -> None:
+            try:
+                while (chosen := next_cell()) is not None:
+                    look(*chosen)
+            except BaseException:
+                failed.set()
+                raise
+
+        share_work(work, threads)
+    return [found[number] for number in sorted(found)]
+
+
+def _damage(fd: int, cell: DigestedCell, path: Path, piece_bytes: int) -> DamagedCell | None:
+    offset = cell.record.offset
+    if offset < 0:
+        return DamagedCell(cell, "the manifest does not give the place of its bytes")
+    try:
+        digest = digest_of_range(fd, offset + cell.start, offset + cell.stop, path, piece_bytes)
+    except CorruptCheckpointError as error:
+        return DamagedCell(cell, str(error))
+    return None if digest == cell.digest else DamagedCell(cell, "the bytes are not those that were saved", digest)
 
 
 def digest_of_range(fd: int, start: int, stop: int, path: Path, piece_bytes: int = PIECE_BYTES) -> str:

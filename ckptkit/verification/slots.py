@@ -7,7 +7,7 @@ superseded, not corrupt. Takes no lock and writes nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,12 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box, missing_elements
-from ckptkit.model.cells import digested_cells
+from ckptkit.model.cells import DigestedCell
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.slots.latest_pointer import LostManifestError
-from ckptkit.slots.reader import PIECE_BYTES, digest_of_range, manifest_name_of, opened_slot
-from ckptkit.verification.pool import CellCheck, Limits, check_cells
-from ckptkit.verification.records import Finding, StepProof
+from ckptkit.slots.reader import PIECE_BYTES, damaged_cells, manifest_name_of
+from ckptkit.verification.pool import Limits
+from ckptkit.verification.records import Finding, StepProof, VerifyProgress
 
 _DEPTH_MAX = 3  # <tier>/<job>/<host>/<rank>
 
@@ -79,42 +79,38 @@ def prove_share(share: Share, limits: Limits) -> ShareProof:
     manifest, path = share.manifest, share.directory / share.manifest.slot
     manifest_path = share.directory / manifest_name_of(manifest.save_id)
     before = _identity(manifest_path)
-    checked, findings = (0, 0), []
+    checked, findings = [0, 0], list[Finding]()
+
+    def read(cell: DigestedCell) -> None:
+        checked[0] += 1
+        checked[1] += cell.stop - cell.start
+        if limits.progress is not None:
+            step, total_bytes = manifest.save_id.step, manifest.held_bytes
+            where = str(share.directory)
+            limits.progress(VerifyProgress(path=where, step=step, checked_bytes=checked[1], total_bytes=total_bytes))
+
+    piece_bytes = max(1, min(PIECE_BYTES, limits.memory_bytes_max // limits.threads))
     try:
-        with opened_slot(path) as fd:
-            checks = _checks(manifest, fd, path, min(PIECE_BYTES, limits.memory_bytes_max))
-            checked, findings = check_cells(
-                checks, manifest.held_bytes, limits, path=str(share.directory), step=manifest.save_id.step
+        for cell, problem, found in damaged_cells(path, manifest, limits.threads, piece_bytes=piece_bytes, read=read):
+            finding = Finding(
+                path=str(path),
+                problem=problem,
+                item=cell.item,
+                leaf=cell.leaf.name,
+                box=cell.cell,
+                expected=cell.digest,
+                found=found,
             )
+            findings.append(finding)
     except CorruptCheckpointError as error:
         findings = [Finding(path=str(path), problem=str(error))]
     superseded = before is None or _identity(manifest_path) != before
     return ShareProof(
-        share=share, checked=checked, findings=() if superseded else tuple(findings), superseded=superseded
+        share=share,
+        checked=(checked[0], checked[1]),
+        findings=() if superseded else tuple(findings),
+        superseded=superseded,
     )
-
-
-def _checks(manifest: Manifest, fd: int, path: Path, piece_bytes: int) -> Iterator[CellCheck]:
-    for item, leaf, record, cell, start, stop, digest in digested_cells(manifest):
-        yield CellCheck(
-            path=str(path),
-            item=item,
-            leaf=leaf.name,
-            box=cell,
-            size_bytes=stop - start,
-            memory_bytes=min(stop - start, piece_bytes),
-            expected=digest,
-            read=_reader(fd, record.offset + start, record.offset + stop, record.offset, path, piece_bytes),
-        )
-
-
-def _reader(fd: int, start: int, stop: int, offset: int, path: Path, piece_bytes: int) -> Callable[[], str]:
-    def read() -> str:
-        if offset < 0:
-            raise CorruptCheckpointError("the manifest does not give the place of its bytes", path=str(path))
-        return digest_of_range(fd, start, stop, path, piece_bytes)
-
-    return read
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
