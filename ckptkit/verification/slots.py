@@ -14,9 +14,9 @@ from pathlib import Path
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
-from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.cells import DigestedCell
-from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.model.manifest import SaveId
+from ckptkit.restore.inventory import hole_in
 from ckptkit.slots.latest_pointer import LostManifestError
 from ckptkit.slots.reader import PIECE_BYTES, damaged_cells, manifest_name_of
 from ckptkit.verification.pool import Limits
@@ -125,11 +125,11 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 def _merged(save_id: SaveId, proofs: Sequence[ShareProof]) -> StepProof:
     manifests = [proof.share.manifest for proof in proofs]
     findings = tuple(finding for proof in proofs for finding in proof.findings)
-    missing = not_covered(manifests)
+    missing = hole_in(manifests)
     present = sorted({manifest.writer.process for manifest in manifests})
     reason = None
     if missing:
-        reason = f"the shares of processes {present} of {manifests[0].writer.count} are here, and {missing}"
+        reason = f"here are the shares of processes {present} of {manifests[0].writer.count} alone: {missing}"
     directories = sorted({str(proof.share.directory) for proof in proofs})
     return StepProof(
         step=save_id.step,
@@ -141,22 +141,6 @@ def _merged(save_id: SaveId, proofs: Sequence[ShareProof]) -> StepProof:
         reason=f"{len(findings)} damaged" if findings else reason,
         findings=findings,
     )
-
-
-def not_covered(manifests: Sequence[Manifest]) -> str | None:
-    """The parts that no box of these manifests holds; None if they hold all of every leaf. Decided by coverage, not by
-    names."""
-    boxes: dict[tuple[str, str], tuple[Box, list[Box]]] = {}
-    for manifest in manifests:
-        for item, leaves in manifest.arrays.items():
-            for leaf in leaves:
-                _, held = boxes.setdefault((item, leaf.name), (Box.whole(leaf.shape), []))
-                held += [record.box for record in leaf.boxes]
-    lacking = sorted(f"{item}:{name}" for (item, name), (whole, held) in boxes.items() if missing_elements(whole, held))
-    if not lacking:
-        return None
-    more = f" and {len(lacking) - 3} more leaves" if len(lacking) > 3 else ""
-    return f"no share has all of {', '.join(lacking[:3])}{more}"
 
 
 def damaged_manifests(errors: Iterable[CorruptCheckpointError], step: int | None = None) -> Iterator[StepProof]:
