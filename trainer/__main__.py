@@ -10,14 +10,8 @@ from typing import Any, Literal, get_args
 
 import click
 
-from ckptkit import (
-    CheckpointError,
-    GuardStopError,
-    StoreError,
-    TierUnusableError,
-    TransientStoreError,
-    TreeMismatchError,
-)
+from ckptkit import CheckpointError, StoreError, TierUnusableError, TransientStoreError, TreeMismatchError
+from ckptkit.errors import GuardStopError
 from ckptkit.events import EventLog, Kind
 from ckptkit.launch import ExitCode
 from ckptkit.model.policies import BroadcastMode

@@ -10,18 +10,8 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from ckptkit import (
-    Alarm,
-    BroadcastOptions,
-    CheckpointManager,
-    EventLog,
-    EverySteps,
-    Guard,
-    GuardPolicy,
-    LastSave,
-    ProcessOptions,
-    Tier,
-)
+from ckptkit import BroadcastOptions, CheckpointManager, EventLog, EverySteps, LastSave, ProcessOptions, Tier
+from ckptkit.guard import Alarm, Guard, GuardPolicy
 from trainer.config import CheckpointConfig, GuardConfig, InputError
 from trainer.data import Position, resume_position
 from trainer.step import State
