@@ -25,7 +25,7 @@ from ckptkit.model.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Ma
 from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.util.disk_file import FileReads
 from ckptkit.util.gc_pause import collection_paused
-from ckptkit.util.sharing import share_work
+from ckptkit.util.sharing import share_items
 
 PIECE_BYTES = 1 << 20  # of a slot's file that is digested: read at a time, into memory that is used again
 _RUN_WASTE_MAX = 2  # what a run may copy, over what it was asked for: boxes begin at pages
@@ -173,31 +173,18 @@ def damaged_cells(
     Memory: `piece_bytes` for each thread. `read` is called with each cell, by one thread at a time. Raises what
     `opened_slot` raises.
     """
-    waiting, lock = enumerate(digested_cells(manifest)), threading.Lock()
     found: dict[int, DamagedCell] = {}
-    failed = threading.Event()  # by an interrupt: nothing new is begun
+    lock = threading.Lock()
 
-    def next_cell() -> tuple[int, DigestedCell] | None:
+    def look(numbered: tuple[int, DigestedCell]) -> None:
+        number, cell = numbered
+        damage = _damage(fd, cell, path, piece_bytes)
         with lock:
-            return None if failed.is_set() else next(waiting, None)
+            found.update({} if damage is None else {number: damage})
+            read(cell)
 
     with opened_slot(path) as fd:
-
-        def look(number: int, cell: DigestedCell) -> None:
-            damage = _damage(fd, cell, path, piece_bytes)
-            with lock:
-                found.update({} if damage is None else {number: damage})
-                read(cell)
-
-        def work() -> None:
-            try:
-                while (chosen := next_cell()) is not None:
-                    look(*chosen)
-            except BaseException:
-                failed.set()
-                raise
-
-        share_work(work, threads)
+        share_items(enumerate(digested_cells(manifest)), look, threads)
     return [found[number] for number in sorted(found)]
 
 
