@@ -256,6 +256,7 @@ class Branch:
         self._epoch = epoch
         self._number = 0
         self._has_saved = False
+        self._found = ledger.newest_save()  # at the start
         self._base: SaveId | None = None
         self._names: dict[str, int] = {}  # of calls of `save`, numbered
         self._entered = 0
@@ -358,11 +359,13 @@ class Branch:
 
     def _begin_epoch(self) -> None:
         """The first save after a start or a rollback begins an epoch, and abandons what was above its base. A run that
-        restored nothing continues from the newest save that it lists: hosts that are away may hold newer ones."""
+        restored nothing continues from the newest save that it has listed, also where it has deleted that one: hosts
+        that are away may hold newer ones."""
         if self._has_saved and self._base in (None, self._ledger.newest_save()):
             self._base = None  # it is not a rollback: the saves that follow abandon nothing
             return
-        base, epoch = self._base or self._ledger.newest_save(), self._epoch + self._has_saved
+        listed = [each for each in (self._found, self._ledger.newest_save()) if each is not None]
+        base, epoch = self._base or max(listed, default=None), self._epoch + self._has_saved
         ancestry = self._ledger.ancestry.begin(epoch, base, self._run, self._ledger.stock_steps())
         self._epoch, self._has_saved, self._base, self._ledger.ancestry = epoch, True, None, ancestry
 
