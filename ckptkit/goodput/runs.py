@@ -306,7 +306,7 @@ def _with_plausible_stamps(log: Sequence[Event]) -> Sequence[Event]:
     """A log without single events whose stamps cannot be right: a host may count from 1970 until its clock is set.
 
     A log is written in the order of time. An event is left out if it is more than `_ODD_S` outside the time between its
-    neighbours, and at an end of the log if it is more than `_FAR_S` from the middle one."""
+    neighbours. At an end of the log it is left out if it is more than `_FAR_S` from the middle one."""
     kept: list[Event] = []
     middle_s = median_low(event.at_s for event in log) if log else 0.0
     for place, event in enumerate(log):

@@ -75,7 +75,7 @@ class Loss:
 
     @staticmethod
     def is_one(returncode: int) -> bool:
-        """Whether a process with this exit code was lost: it neither finished nor was preempted with its state saved."""
+        """Whether a process with this exit code was lost: it neither finished nor saved its state in a preemption."""
         return returncode not in (ExitCode.OK, ExitCode.PREEMPTED)
 
     @property
