@@ -138,7 +138,7 @@ _ROWS: Final = (
 )
 FILE_SYSTEMS: Final = {each.name: each for each in _ROWS}
 
-# Many programs mount themselves as plain `fuse`, and only the device tells which one it is: `mountpoint-s3 on /mnt type
+# Many programs mount themselves as plain `fuse`, and only the device shows which one it is: `mountpoint-s3 on /mnt type
 # fuse`, `blobfuse2 on /mnt type fuse`, as their own documents and those of their CSI drivers show. GKE's driver for
 # GCSFuse gives the bucket's name (gcs-fuse-csi-driver, pkg/csi_mounter/csi_mounter.go), and so does goofys: those
 # stay unknown.
