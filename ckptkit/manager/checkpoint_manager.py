@@ -28,7 +28,7 @@ from ckptkit.manager.restore import Resumer
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.run_account import RunAccount
 from ckptkit.manager.save import Request, Saver
-from ckptkit.manager.scrub import Scrubber
+from ckptkit.manager.scrub import SlotScrub, scrub_slots
 from ckptkit.manager.settings import Settings, check_types
 from ckptkit.manager.subclass import warn_of_overrides
 from ckptkit.model.durable_profile import DurableProfile
@@ -41,7 +41,6 @@ from ckptkit.save.under_way import described, exit_drain
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
-from ckptkit.verification import Scrub
 
 _log = logging.getLogger("ckptkit")
 _STALL_SPARE_S = 60.0  # a piece of a slow disk, a request that is sent again
@@ -69,8 +68,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       processes: how the processes of a job wait and read for each other, and whether they show their progress.
 
     Raises the errors of Orbax's constructor for the shared arguments. Raises `TierUnusableError` for a tier that cannot
-    be written, `StoreError` for a durable root that cannot be read, `CoordinationError` if a process does not join,
-    `NotJoinedError` in a worker of `ckptkit run` that has not called `jax.distributed.initialize()`.
+    be written, `StoreError` for a durable root that cannot be read, and `CoordinationError` if a process does not join.
+    Raises `NotJoinedError` in a worker of `ckptkit run` that has not called `jax.distributed.initialize()`.
     """
 
     def __init__(
@@ -127,7 +126,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._saver = Saver(self._settings, self._components)
         self._resumer = Resumer(self._settings, self._components, self._logger, self._account)
         self._last_saver = LastSaver(self._settings, self._components, self._saver)
-        self._scrubber = Scrubber(self._components)
         self._calls = CollectiveCalls(self._pipeline)
         exit_drain.add(self._pipeline.under_way, processes.close_timeout_s)
         self.inner = self._catalog = Catalog(self._components, self._resumer, self._calls)
@@ -167,8 +165,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `check_for_errors`, `wait_until_finished` or `close`.
 
         Orbax writes a step with an item that only its own handlers can hold, to the durable tier alone. Such a save
-        blocks as long as those handlers block, and waits for the previous durable save whatever
-        `SaveOptions.durable_busy` is. An event reports each such item once.
+        blocks as long as those handlers block. It waits for the previous durable save with every value of
+        `SaveOptions.durable_busy`. An event reports each such item once.
 
         A signal handler may save in the middle of a save. The interrupted one is dropped, with a `save_skipped` event,
         if it was not being copied yet.
@@ -239,9 +237,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Every cell is checked against its digest before anything is placed on a device.
         A step of stock Orbax has no digests and is restored as by stock Orbax. Bytes come from this host's ramdisk,
         then its SSD, then other processes' tiers, then the durable one; with `directory`, from that durable root alone.
-        Returns the same as Orbax: the tree of a step saved without names, else a `Composite`. Proven bits are cast
-        where a template or `restore_args` have another dtype. `certified`: the newest step that a replay came to
-        (`ckptkit.guard.replay(record=True)`), for `step=None`; a damaged one is skipped for the next older.
+        Returns the same as Orbax: the tree of a step saved without names, else a `Composite`. Values are cast after
+        they are verified, where a template or `restore_args` have another dtype. `certified`: the newest step that a
+        replay came to (`ckptkit.guard.replay(record=True)`), for `step=None`; a damaged one is skipped for the next
+        older.
 
         The run continues from the restored step. If it is not the newest one, a WARNING names the newer steps: the next
         save abandons them. A manager with Orbax's option `read_only` only looks.
@@ -303,14 +302,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def all_steps(self, read: bool = False) -> list[int]:
         """Every step in some tier or in flight, in Orbax's order; abandoned branches are left out.
 
-        With `read`, the tiers are looked at afresh (`reload`).
+        With `read`, the tiers are read again (`reload`).
         """
         if read:
             self.reload()
         return self._ledger.steps()
 
     def reload(self) -> None:
-        """Looks at every tier afresh: steps that others wrote or removed. Waits for the saves in flight."""
+        """Reads every tier again: other processes may have written or removed steps. Waits for the saves in flight."""
         with self._calls.entered("reload") as about:
             self._resumer.refuse_while_pending("reload")
         self._catalog.reload(about)
@@ -386,7 +385,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _close(self, *, remove_arenas: bool) -> None:
         join_s = self._stall_s
-        with ExitStack() as ends:  # last in, first out, whatever raises
+        with ExitStack() as ends:  # last in, first out, also after an error
             ends.callback(lambda: self._close_storage(join_s, remove_arenas=remove_arenas))
             if self._components.storage.link is not None:
                 ends.callback(self._components.storage.link.close)
@@ -466,16 +465,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             account.taken = True
             return self._last_saver.save(step, args, grace_s, metrics, custom_metadata)
 
-    def scrub(self, *, repair: bool = False) -> Scrub:
-        """Proves every cell in this process's slots (copies for other hosts too); with `repair`, mends what is damaged.
+    def scrub(self) -> SlotScrub:
+        """Verifies every cell in this process's slots (copies for other hosts too), also while saves are in flight.
 
-        Called by all processes together; waits for saves in flight. A cell is rebuilt, bit for bit, from this host,
-        then other processes, then the durable tier. Cost: a read of every slot, and two exchanges that wait `timeout_s`
-        for the slowest process. Raises `StoreError` if a tier cannot be read; damage is in the result and in events.
+        Damage is in the result and in events. A damaged slot stays until the next save that takes it, which writes
+        every byte of it; until then a restore reads its damaged cells from another copy. Each process calls it when it
+        likes. Cost: a read of every slot. Raises `StoreError` if a slot may not be read.
         """
-        with self._calls.entered("scrub") as about:
-            self._resumer.refuse_while_pending("scrub")
-        return self._scrubber.scrub(about, repair=repair)
+        return scrub_slots(self._components.storage.arenas.values(), self._settings.events)
 
     def wait_until_staged(self) -> None:
         """Returns once everything that `save` was given may be donated, also with `staging="gate"`: for a step that is
