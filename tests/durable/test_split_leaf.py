@@ -21,8 +21,6 @@ from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writ
 from tests.durable.stock import linked_alone, restored_alone
 from tests.durable.test_write_step import Meeting
 
-HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
-
 
 def make_tree(
     value: np.ndarray, cell: tuple[int, ...], process: int, monkeypatch: pytest.MonkeyPatch, step: int = 5
@@ -57,7 +55,7 @@ def write_step(root: Path, step: int, trees: list[HostTreeSave]) -> None:
     def run(process: int) -> None:
         try:
             writer = StepWriter(str(root), meeting.of(process), DurableProfile())
-            writer.write(str(step), SaveId(1, step, 0), {"default": trees[process]}, {"default": HANDLER}, {})
+            writer.write(str(step), SaveId(1, step, 0), {"default": trees[process]}, {})
         except BaseException as error:  # noqa: BLE001  raised below
             raised.append(error)
 
