@@ -255,22 +255,15 @@ class DurableSteps:
         )
 
     def finish_by_orbax(self, save_id: SaveId) -> None:
-        """Waits until the save that `save_by_orbax` began is committed; raises what Orbax raises. The epoch of
-        `save_id` must be recorded in the root."""
+        """Waits until the save that `save_by_orbax` began is committed, and begins to delete the steps that it has
+        pushed out. The epoch of `save_id` must be recorded in the root. Raises what Orbax raises."""
         try:
             self.stock.orbax.wait_until_finished()
+            self._clean_left(save_id)
+            self._prune()
         except BaseException:
             self.stock.look_again()
             raise
-        self._clean_left(save_id)
-
-    def prune_by_orbax(self, step: int) -> None:
-        """Begins to delete what a step of `save_by_orbax` has pushed out, once every process has committed it. A
-        failure is reported: the step is committed."""
-        try:
-            self._prune()
-        except Exception as error:  # noqa: BLE001  reported
-            self._report(step, f"step {step} is committed, and then: {type(error).__name__}: {error}")
 
     def _begin(self, save_id: SaveId, about: str = "") -> None:
         """Begins a try to save: earlier deletions have ended when it returns."""

@@ -1,4 +1,4 @@
-"""What one process writes of a step, or of a tree at a path of its own: its files, its cells, and a sidecar."""
+"""The part of a step, or of a tree at a path of its own, that one process writes: files, cells, and a sidecar."""
 
 from __future__ import annotations
 

@@ -181,7 +181,6 @@ class Flusher:
                     durable,
                     repeatable=False,
                 )
-                yield Do("prune", lambda: durable.prune_by_orbax(save_id.step))
                 self._outcomes.committed_by_orbax(save_id, began_s)
             except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
                 self._outcomes.failed(save_id, DURABLE, error)
