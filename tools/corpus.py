@@ -128,7 +128,7 @@ def _is_text(path: Path) -> bool:
         with path.open("rb") as file:
             head = file.read(8192)
     except OSError as error:
-        raise CorpusError(f"--data: cannot read {path}: {error.strerror}; mend it or leave it out") from error
+        raise CorpusError(f"--data: cannot read {path}: {error.strerror}; make it readable or leave it out") from error
     return bool(head) and SEPARATOR not in head
 
 

@@ -45,7 +45,7 @@ _SHARE_BYTES = 16 << 30
 _TIERS = {RAM: (5, 2.5), PEER: (5, 6.0), SSD: (50, 14.0), DURABLE: (200, 95.0)}
 _WINDOW = 1240, 2000  # pixels; higher than the page
 _MARGIN = 14
-# Okabe and Ito's palette: the colours are told apart by all common kinds of colour blindness.
+# Okabe and Ito's palette: people with any common kind of colour blindness can distinguish the colours.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
 _TIMES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0)
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 580.0, 190.0, 72.0, 8.0, 20.0
@@ -159,7 +159,7 @@ def open_metrics(starts: Sequence[Sequence[Event]]) -> str:
 
 
 def _used(at_s: float) -> Iterator[Sample]:
-    """The space in use: nobody mounted these tiers."""
+    """The space in use, invented: these tiers are not mounted."""
     metric = next(metric for metric in METRICS if metric.name == "ckptkit_tier_used_ratio")
     hour = (at_s - BEGAN_S) / 3600
     yield Sample(metric, (RAM,), 0.61)

@@ -1,12 +1,12 @@
-"""The main job, end to end: train, lose a process, lose a host, resume, and prove that not one bit changed.
+"""The main job, end to end: train, lose a process, lose a host, resume, and show that not one bit changed.
 
     make demo        or        CKPTKIT_DEMO_SEED=3 python -m tools.demo
 
 Two processes train a small language model and save to a ramdisk, an SSD directory and a bucket. A process is
-killed and its ramdisk wiped; later a host is lost with ramdisk and SSD. Each time the job restarts and goes on.
-The end is then compared with that of a run which nothing happened to and which never saw a checkpoint.
+killed and its ramdisk wiped; later a host is lost with ramdisk and SSD. Each time the job restarts and
+continues. Its final state is then compared with that of an undisturbed run without checkpoints.
 
-Exit codes: 0 proven; 1 the proof or the run failed; 2 the machine or the seed cannot do it; 130 interrupted.
+Exit codes: 0 bit-identical; 1 a difference, or the run failed; 2 the machine or the seed cannot do it; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Every directory of the demo. `root` stays for the reader, `ram` goes at the end."""
+    """The directories of the demo. `root` stays for the reader, `ram` is deleted at the end."""
 
     root: Path
     ram: Path
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def run_demo(seed: int) -> int:
-    """Trains twice, once undisturbed, and compares; returns 0 when the resume is proven, else 1."""
+    """Trains twice, once undisturbed, and compares; returns 0 when the resume is bit-identical, else 1."""
     started_s = monotonic_s()
     losses = plan_losses(seed)
     job = f"on {PROCESSES} processes x {DEVICES_PER_PROCESS} devices, mesh {MESH}"
@@ -116,7 +116,8 @@ def read_seed(environ: Mapping[str, str]) -> int:
 
 def plan_losses(seed: int) -> tuple[PlannedLoss, PlannedLoss]:
     """The losses and their times: a process with its ramdisk, later a host with ramdisk and SSD."""
-    chance = random.Random(f"demo {seed}")  # of a small integer the first draws are alike: seeds 1 to 3 take process 0
+    # Not the integer itself: the first draws of small integers are similar, and seeds 1 to 3 all take process 0.
+    chance = random.Random(f"demo {seed}")
     process, host = chance.randrange(PROCESSES), chance.randrange(PROCESSES)
     return (
         PlannedLoss(step=chance.choice(LOSS_OF_PROCESS_STEPS), process=process, wiped=("ram",)),
@@ -162,7 +163,7 @@ def host_id(process: object) -> str:
 
 
 def vacuities(report: GoodputReport, verdict: Verdict, losses: Sequence[PlannedLoss]) -> list[str]:
-    """Why identical runs would prove nothing: a loss that did not happen, or a restart that restored nothing."""
+    """Why identical runs would mean nothing: a loss did not happen, or a restart restored nothing."""
     found = []
     if len(report.disruptions) != len(losses):
         found.append(f"{len(report.disruptions)} losses happened, {len(losses)} were planned")
@@ -176,7 +177,7 @@ def vacuities(report: GoodputReport, verdict: Verdict, losses: Sequence[PlannedL
 
 
 class _Run:
-    """One launched training: its log file, its progress, and the losses that befall it."""
+    """One launched training: its log file, its progress, and its planned losses."""
 
     def __init__(self, name: str, places: Places, screen: Screen):
         self._name = name
@@ -234,7 +235,7 @@ class _Run:
                 self._launcher.kill(self._lost.process, wiped=self._lost.wiped)
 
     def _wipe(self, attempt: int, process: int) -> None:
-        """All processes are dead: what a lost host would take with it goes now."""
+        """All processes are dead: deletes what a lost host would take with it."""
         if self._lost is None:
             raise DemoError(self._failure(f"lost process {process} in attempt {attempt} by itself"))
         for tier in self._lost.wiped:
@@ -250,7 +251,7 @@ class _Run:
 
 @contextmanager
 def fresh_places(seed: int) -> Iterator[Places]:
-    """Empty directories under runs/ and in memory; what is in memory is removed at the end, whatever happens."""
+    """Empty directories under runs/ and in memory; those in memory are removed at the end, also after an error."""
     if not MEMORY.is_dir() or not os.access(MEMORY, os.W_OK):
         raise DemoError(f"{MEMORY} is not there or not writable: the ramdisk tier needs a tmpfs", code=2)
     if (free_bytes := shutil.disk_usage(MEMORY).free) < MEMORY_NEEDED_BYTES:

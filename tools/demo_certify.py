@@ -4,7 +4,7 @@ The reference trainer's step runs twice on two devices, with a save after every 
 gradient that device 1 holds is flipped at step 7. Nothing fails, and every save verifies. A replay of each run compares
 every save: the first run is certified, the second is not, and the difference names what was flipped.
 
-Exit codes: 0 proven, 1 not.
+Exit codes: 0 if the replay finds exactly that difference, else 1.
 """
 
 from __future__ import annotations

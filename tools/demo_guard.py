@@ -2,10 +2,10 @@
 
 Four runs of the reference trainer read the same text: `clean`, `unguarded`, `guarded`, and `again` (guarded, and saved
 to the ramdisk at other steps). For all but the first, the records of 24 batches in a row are noise. The
-demo proves that the guarded run skipped the noise, that it ends like the clean one, and that both guarded runs
+demo checks that the guarded run skipped the noise, that it ends like the clean one, and that both guarded runs
 have the same bits. It draws `guard.png`.
 
-Exit codes: 0 proven, 1 not.
+Exit codes: 0 if all of that holds, else 1.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def run_one(name: str, text: str) -> Run:
 
 
 def check(runs: dict[str, Run]) -> list[str]:
-    """The claims that the demo did not prove; empty if it proved all."""
+    """The claims that do not hold; empty if all hold."""
     clean, unguarded, guarded = (fmean(runs[name].tail) for name in ("clean", "unguarded", "guarded"))
     # Both means are of batches of their own: three standard errors of their difference.
     noise = 3 * stdev(runs["clean"].tail) * (2 / TAIL) ** 0.5

@@ -118,7 +118,7 @@ class Screen:
         self._console.print(table)
 
     def show_verdict(self, verdict: Verdict, failures: Sequence[str], elapsed_s: float) -> None:
-        """The last words: whether the resume is proven, or everything that is against it."""
+        """The last lines: that the resume is bit-identical, or the failures."""
         for failure in failures[: self.DIFFERENCES_SHOWN]:
             self.say(failure)
         if len(failures) > self.DIFFERENCES_SHOWN:
@@ -127,5 +127,5 @@ class Screen:
             f"{verdict.leaves} leaves in {verdict.boxes} boxes, records and loss of {verdict.steps} steps "
             f"({verdict.repeated_steps} of them taken again)"
         )
-        said = f"NOT PROVEN: {len(failures)} differences in" if failures else "PROVEN: bit-identical to the reference:"
+        said = f"FAILED: {len(failures)} differences in" if failures else "VERIFIED: bit-identical to the reference:"
         self.say(f"{said} {compared}; {elapsed_s:.0f} s in all")

@@ -50,7 +50,7 @@ class Verdict:
 def compare(reference: Path, resumed: Path) -> Verdict:
     """The verdict on two proof directories. A step that was taken several times must be the same each time.
 
-    Raises `ValueError` if one of them is incomplete, since finding no difference would then prove nothing.
+    Raises `ValueError` if one of them is incomplete, since a comparison without differences would then mean nothing.
     """
     expected, found = load_proof(reference), load_proof(resumed)
     differences = [*_compare_boxes(expected, found), *_compare_steps(expected, found)]

@@ -81,7 +81,7 @@ def shown(command: str, home: Path, *, codes: tuple[int, ...] = (0, 20)) -> str:
     try:
         while chunk := os.read(main, 65536):
             chunks.append(chunk)
-    except OSError:  # Linux's end of a terminal that nobody holds
+    except OSError:  # Linux ends a terminal in this way once no process holds it
         pass
     finally:
         os.close(main)
@@ -98,7 +98,7 @@ def picture(session: Iterable[tuple[str, str]]) -> str:
         for command, output in session:
             console.print(Text("$ ", style="green") + Text(command, style="bold"))
             console.print(Text.from_ansi(output))
-        # rich names fonts on a server of somebody else's: a page of ours asks nobody.
+        # rich names fonts on a foreign server: our pages load nothing from other servers.
         return re.sub(
             r"@font-face \{.*?\}\s*", "", console.export_svg(title="ckptkit", unique_id="ckptkit"), flags=re.DOTALL
         )

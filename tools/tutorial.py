@@ -48,10 +48,10 @@ def play(page: str, places: Mapping[str, str] | None = None) -> Iterator[tuple[C
     Raises RuntimeError, with the output, for a command that ends with another exit code than the page's.
     """
     for chapter in chapters(page):
-        yield chapter, [(command, _told(command, code, places or {})) for command, code in chapter.commands]
+        yield chapter, [(command, _output(command, code, places or {})) for command, code in chapter.commands]
 
 
-def _told(command: str, code: int, places: Mapping[str, str]) -> str:
+def _output(command: str, code: int, places: Mapping[str, str]) -> str:
     there = command
     for here, place in places.items():
         there = there.replace(here, place)
@@ -66,9 +66,9 @@ def main() -> None:
     """Records the pictures."""
     if found := [place for place in (ROOT / "runs" / "story", Path("/dev/shm/story")) if place.exists()]:
         sys.exit(f"{found[0]} exists: delete it first, or the story would continue another one")
-    for chapter, told in play(PAGE.read_text()):
+    for chapter, outputs in play(PAGE.read_text()):
         if chapter.picture:
-            (PAGE.parent / chapter.picture).write_text(picture(told))
+            (PAGE.parent / chapter.picture).write_text(picture(outputs))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,8 @@ from typing import Any, Literal, get_args
 
 import click
 
-from ckptkit import (
-    CheckpointError,
-    GuardStopError,
-    StoreError,
-    TierUnusableError,
-    TransientStoreError,
-    TreeMismatchError,
-)
+from ckptkit import CheckpointError, StoreError, TierUnusableError, TransientStoreError, TreeMismatchError
+from ckptkit.errors import GuardStopError
 from ckptkit.events import EventLog, Kind
 from ckptkit.launch import ExitCode
 from ckptkit.model.policies import BroadcastMode
@@ -122,9 +116,9 @@ def main(context: click.Context, **flags: Any) -> None:
     except (InputError, CorpusError, TierUnusableError, TreeMismatchError, StoreError, GuardStopError) as error:
         click.echo(f"Error: {error}", err=True)
         leave(cluster, 1 if isinstance(error, TransientStoreError) else 2)  # what may pass is worth a restart
-    except Preempted as told:
-        last = told.last
-        click.echo(str(told))
+    except Preempted as preempted:
+        last = preempted.last
+        click.echo(str(preempted))
         saved = last is not None and last.saved
         leave(cluster, ExitCode.PREEMPTED if saved else 1, at_once=last is not None and bool(last.unfinished))
     except CheckpointError as error:

@@ -10,18 +10,8 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from ckptkit import (
-    Alarm,
-    BroadcastOptions,
-    CheckpointManager,
-    EventLog,
-    EverySteps,
-    Guard,
-    GuardPolicy,
-    LastSave,
-    ProcessOptions,
-    Tier,
-)
+from ckptkit import BroadcastOptions, CheckpointManager, EventLog, EverySteps, LastSave, ProcessOptions, Tier
+from ckptkit.guard import Alarm, Guard, GuardPolicy
 from trainer.config import CheckpointConfig, GuardConfig, InputError
 from trainer.data import Position, resume_position
 from trainer.step import State
@@ -119,7 +109,7 @@ def save(manager: Any | None, state: State, position: Position, *, force: bool =
 
 
 def save_end(manager: Any | None, state: State, position: Position) -> None:
-    """Make the end of a run durable where a restart found it in fast tiers alone: they go with their hosts.
+    """Make the end of a run durable if a restart found it in fast tiers alone: these are lost with their hosts.
 
     A step is saved once, so its copies there go first; a loss in between costs the steps since the save before it.
     All processes call this together.
@@ -140,9 +130,9 @@ class Preempted(Exception):
         if last is None or not last.saved:
             super().__init__(f"preempted at step {step}: nothing was saved of it")
             return
-        told = [f"{tier} left out: {why}" for tier, why in last.left_out.items()]
-        told += [f"{tier} was not done in time" for tier in last.unfinished]
-        super().__init__("; ".join([f"preempted: step {step} is saved in {', '.join(last.tiers)}", *told]))
+        lacking = [f"{tier} left out: {why}" for tier, why in last.left_out.items()]
+        lacking += [f"{tier} was not done in time" for tier in last.unfinished]
+        super().__init__("; ".join([f"preempted: step {step} is saved in {', '.join(last.tiers)}", *lacking]))
 
 
 def leave_if_preempted(manager: Any | None, state: State, position: Position, grace_s: float) -> None:
@@ -156,9 +146,9 @@ def leave_if_preempted(manager: Any | None, state: State, position: Position, gr
 
 
 def prepare(manager: Any | None, state: State, position: Position) -> None:
-    """Begin to make the room that saves of this state, or abstract state, take, while the step compiles.
+    """Begin to make room for saves of this state, or abstract state, while the step compiles.
 
-    Raises StoreFullError where there is none: before anything was spent on the run.
+    Raises StoreFullError if the room is missing, before the run has cost any training time.
     """
     if manager is not None:
         manager.prepare(_args(state, position))
@@ -190,9 +180,9 @@ def wait_until_staged(manager: Any | None, events: EventLog) -> None:
 
 
 def check_writable(directory: str | None, flag: str, *, remote: bool = False) -> None:
-    """Refuse a local directory that cannot be made or written, naming the flag, and a URL where none is of use.
+    """Refuse a local directory that cannot be made or written, and a URL unless `remote`. The error names the flag.
 
-    `remote`: a URL is, and whoever writes there checks it.
+    `remote`: a URL is accepted here; the code that writes to it checks it.
     """
     if directory is None or (remote and "://" in directory):
         return

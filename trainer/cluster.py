@@ -44,7 +44,7 @@ def join(config: ClusterConfig, compile_cache: str | None) -> None:
     """
     if compile_cache:
         use_compile_cache(compile_cache)
-    if config.processes > 1 or config.coordinator:  # one process too can then be told that it is preempted
+    if config.processes > 1 or config.coordinator:  # a single process too can then be notified of a preemption
         place: dict[str, Any] = {
             "coordinator_address": config.coordinator,
             "num_processes": config.processes,
@@ -76,8 +76,8 @@ def leave(config: ClusterConfig, code: int, *, at_once: bool = False) -> None:
         sys.exit(code)
     if code in (0, ExitCode.PREEMPTED) and not at_once:
         jax.distributed.shutdown()
-        # From here on nobody is waited for. srun and mpirun end the others once one has ended with 75, and one that
-        # they end here would turn the preemption into a loss.
+        # From here on this process waits for no other. srun and mpirun end the others once one has ended with 75. A
+        # process that they end here would turn the preemption into a loss.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(code)
     sys.stdout.flush()

@@ -183,7 +183,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """How long to train and what to tell."""
+    """How long to train and what to report."""
 
     steps: int
     split_step: bool = False

@@ -59,7 +59,7 @@ def start_position(corpus: Corpus, *, global_batch: int, seed: int) -> Position:
 
 
 def check_same_data(start: Position, coordinator: Coordinator) -> None:
-    """Refuse a job whose hosts have different text, on all processes alike: each would train on its own, unnoticed.
+    """Refuse a job whose hosts have different text, on all processes. Else each would train on its own text, unnoticed.
 
     Raises:
         InputError: the first process that differs from process 0, and in what.

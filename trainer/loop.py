@@ -48,9 +48,9 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
     those of an uninterrupted run. All processes of the job call this together.
 
     Raises:
-        InputError, CorpusError: what the person can mend, before the first step.
-        Preempted: the cluster takes the machines back; the last save is over.
-        GuardStopError: the guard does not go back once more.
+        InputError, CorpusError: input that the user has to correct, before the first step.
+        Preempted: the cluster takes the machines back; the last save has ended.
+        GuardStopError: the guard went back too often, or no save is old enough.
     """
     model, loop = config.model, config.loop
     with events.span("training_prep"):

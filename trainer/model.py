@@ -25,7 +25,7 @@ def weight(key: jax.Array, shape: tuple[int, ...], std: float) -> nnx.Param:
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square over D, in float32 whatever the input; `scale` is float32[D]."""
+    """Divides by the root mean square over D, in float32 for any input dtype; `scale` is float32[D]."""
 
     def __init__(self, width: int):
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32))

@@ -119,7 +119,7 @@ def make_plan(
 
 
 def _one_block(model: ModelConfig) -> nnx.State:
-    """The abstract state of the model with its first block alone: tracing 96 alike took 4 of 6 seconds."""
+    """The abstract state of the model with its first block alone: tracing all 96 took 4 of 6 seconds."""
     return abstract_train(replace(model, size=replace(model.size, layers=1)), OptimizerConfig())[1]
 
 
@@ -161,8 +161,8 @@ def device_memory(
 def activation_bytes(model: ModelConfig, rows: int, model_ways: int) -> int:
     """Estimate the activations one device keeps for the backward pass, in bytes.
 
-    Per layer s b h (10 + 24/t + 5 a s / (h t)) bytes at 16 bits, and 2 s b h when blocks are recomputed (plus one
-    block at work): Korthikanti et al. 2022, arXiv:2205.05198, table 2, for a GELU MLP of 4 h and full attention heads.
+    Per layer s b h (10 + 24/t + 5 a s / (h t)) bytes at 16 bits; 2 s b h when blocks are recomputed, plus one block at
+    work. Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2, for a GELU MLP of 4 h and full attention heads.
     s tokens, b rows, h width, a heads, t ways of model parallelism. Twice that at 32 bits. Added: float32 logits and
     their gradient, 8 s b v / t.
     """

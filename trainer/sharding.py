@@ -1,4 +1,4 @@
-"""How the state lies over the mesh: one table, and the check that it makes sense.
+"""How the state is laid out over the mesh: one table, and the check that it makes sense.
 
 `data` holds whole replicas, `fsdp` splits weights that are gathered for use (and batches, too), `model` splits the
 work of one row. The check exists for two silent mistakes: replicas that drift apart, and devices that repeat each
@@ -31,7 +31,7 @@ RULES: Rules = (
     (r"attention/out$", P("model", None, "fsdp")),  # [N, H, D]
     (r"mlp/up$", P("fsdp", None, "model")),  # [D, 2, F]
     (r"mlp/down$", P("model", "fsdp")),  # [F, D]
-    (r"norm/scale$", P()),  # [D]: small, so everybody holds it
+    (r"norm/scale$", P()),  # [D]: small, so every device holds it
 )
 BATCH_SPEC = P(("data", "fsdp"))  # rows of the global batch
 USE_SPECS = {  # where they are used, rather than stored
@@ -65,7 +65,7 @@ def check_offload() -> None:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Where the rows of int32[global batch, T + 1] lie."""
+    """The sharding of a batch, int32[global batch, T + 1], over the devices."""
     return NamedSharding(mesh, BATCH_SPEC)
 
 
@@ -134,7 +134,7 @@ def check_rules(
         batch_spec: how the rows are split.
 
     Raises:
-        InputError: one line per fault: the parameter, the axis, the mend.
+        InputError: one line per fault: the parameter, the axis, the remedy.
     """
     faults = {fault for path, leaf in params.items() for fault in _weight_faults(path, leaf, mesh.sizes, rules)}
     faults |= set(_batch_faults(mesh.sizes, global_batch, accumulate, batch_spec))

@@ -48,7 +48,7 @@ class Program:
 
 
 def abstract_train(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[nnx.GraphDef[Train], State]:
-    """Structure and shapes of the state; allocates nothing, whatever the size."""
+    """Structure and shapes of the state; allocates nothing, for any size."""
     return nnx.split(nnx.eval_shape(lambda: Train(model, optimizer, seed=0)))
 
 
@@ -112,7 +112,7 @@ def _on_device(state: State, shardings: State) -> State:
 
 
 def _as_if_returned(gradients: State, shardings: State) -> State:
-    """Pin the gradients as the end of a jitted function would, so that the update cannot tell the difference.
+    """Pin the gradients as the end of a jitted function would, so that the update gives the same bits.
 
     Each part was needed for equal bits on CPU (jax 0.10.2). Without the sharding, gradients are reduced in another
     order; without the row-major layout, so is the global norm. The barrier keeps fusion from crossing. It is done on
@@ -125,7 +125,7 @@ def _as_if_returned(gradients: State, shardings: State) -> State:
         parts = jax.tree.map(lambda g: with_layout_constraint(g, Layout(tuple(range(g.ndim)))), parts)
         return jax.lax.optimization_barrier(parts)
 
-    # check_vma=False: layout constraints do not tell it that equal parts stay equal.
+    # check_vma=False: the check does not know that a layout constraint keeps equal parts equal.
     return jax.shard_map(pin, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)(gradients)
 
 

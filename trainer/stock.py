@@ -76,7 +76,7 @@ class StockOrbax:
         return jax.distributed.is_initialized() and self._manager.reached_preemption(step)
 
     def save_last(self, step: int, args: Any, *, grace_s: float) -> LastSave:
-        """Saves and waits, however long that takes: Orbax knows no deadline."""
+        """Saves and waits without a limit: Orbax has no deadline."""
         self.save(step, args=args, force=True)
         self.wait_until_finished()
         return LastSave(step=step, tiers=("durable",), unfinished=(), left_out={}, spent_s=0.0, grace_s=grace_s)
@@ -112,7 +112,7 @@ class StockOrbax:
 
 
 class Restored:
-    """A restore that is over, in the form of one that is under way."""
+    """A finished restore, in the form of one that is under way."""
 
     def __init__(self, restored: Any):
         self.result: Callable[[], Any] = lambda: restored

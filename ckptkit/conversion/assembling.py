@@ -1,7 +1,7 @@
 """Checkpoints taken apart and put together: sub-trees out, several into one, LoRA into its base, the mean of several.
 
-Nothing is computed when these are called, except the comparison of what a mean cannot be taken of: the tensors that
-they give read their sources box by box.
+These functions compute nothing when they are called, except that `averaged` compares the tensors that have no mean. The
+returned tensors read their sources box by box.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def state_of(sources: Sequence[Checkpoint]) -> str:
 
 
 def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor], *, parts: bool = False) -> Checkpoint:
-    """One that is read like any other. Its tensors keep their names here, and those with which they are asked for.
+    """A checkpoint that is read like any other. Its names are the keys of `tensors`; each tensor is read by its own.
 
-    Unless it is of `parts`, it knows what else the sources have, which whoever writes it has to leave out.
+    Unless it is of `parts`, it also lists the other content of the sources, which a writer of it has to leave out.
     """
     first = sources[0]
     values = {name: value for source in sources for name, value in source.facts.values.items() if not parts}
@@ -147,7 +147,7 @@ def _ruled(source: Checkpoint, rules: Sequence[MapRule]) -> Tensors:
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """In what a sum over elements of a dtype is taken."""
+    """The dtype in which elements of `dtype` are summed."""
     if dtype.kind == "c":
         return np.dtype(np.complex128)
     return np.dtype(np.float64 if dtype.itemsize >= 4 else np.float32)

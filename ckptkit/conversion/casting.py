@@ -55,7 +55,7 @@ class Cast:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the boxes."""
+        """The dtype of the boxes."""
         return self._dtype
 
 

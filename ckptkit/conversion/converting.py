@@ -47,7 +47,7 @@ TargetFormat = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 
 SHARD_BYTES = 5 << 30  # Hugging Face's own default
 _NAMED = 5  # leaves in a note
-_PROGRESS_BYTES = 128 << 20  # written between two records of how far it is; what is lost by a crash at most
+_PROGRESS_BYTES = 128 << 20  # written between two records of the progress; a crash loses at most this much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class ConvertPlan:
 
     @property
     def written_bytes(self) -> int:
-        """Of the files, or of the tensors where the target is Orbax's."""
+        """Bytes of the files, or of the tensors if the target is Orbax's."""
         return sum(file.size for file in self.files) or sum(each.nbytes for each in self.tensors.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -187,8 +187,9 @@ def convert(
     written in place, and become checkpoints with the marker. Files are made on a local disk, one at a time, and
     uploaded.
 
-    Cost: the source is read once, unless its chunks lie across the target's; weights that are quantised twice. At most
-    `memory_bytes` of array data are held. Requests to a bucket that does not answer are retried for `timeout_s`.
+    Cost: the source is read once, or more often if its chunks overlap several of the target's. Weights that are
+    quantised are read twice. At most `memory_bytes` of array data are held. Requests to a bucket that does not answer
+    are retried for `timeout_s`.
 
     Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work or
     another process makes the same target, and what reading raises.
@@ -262,7 +263,7 @@ def _write_tensors(
     memory_bytes: int,
     count: Callable[[int], None],
 ) -> dict[str, int]:
-    """Those of a file that are not `finished`; returns the checksums of which `write_tensor` gives one."""
+    """Writes the tensors of a file that are not `finished`; returns the checksums that `write_tensor` gives."""
     sums: dict[str, int] = {}
     for member in file.members:
         if member.tensor is None:
@@ -279,7 +280,7 @@ def _write_tensors(
 class _Notes:
     """Syncs a file now and then, in the background, and then notes which tensors are in it.
 
-    Only while the disk is busy with one portion is the next one made: a sync at the end alone would wait for all.
+    The next portion is made while the disk is busy with the last one: a single sync at the end would wait for all.
     """
 
     def __init__(self, journal: Journal, fd: int, *, synced: bool):
@@ -332,7 +333,7 @@ def _model_config(source: Checkpoint, timeout_s: float) -> dict[str, Any]:
 
 
 def _shards(tensors: Tensors, shard_bytes: int) -> list[dict[str, Any]]:
-    """In order, as many to a file as fit; one that is larger has a file of its own."""
+    """The tensors of each file, in order: as many as fit. A larger tensor has a file of its own."""
     shards: list[dict[str, Any]] = [{}]
     size = 0
     for name, tensor in tensors.items():

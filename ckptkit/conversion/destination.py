@@ -55,7 +55,7 @@ def require_outside(target: str, sources: Iterable[str]) -> None:
 
 
 def require_orbax_target(url: str) -> None:
-    """Raises `CheckpointError` for a place to which nobody writes, and from which nobody reads, Orbax's checkpoints."""
+    """Raises `CheckpointError` for a place where Orbax's checkpoints can be neither written nor read."""
     if backend_of(url).driver is None:
         buckets = [f"{name}://" for name, each in BACKENDS.items() if each.driver and not each.properties.file_system]
         raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, {' and '.join(buckets)}", path=url)
@@ -67,11 +67,11 @@ class SourceChangedError(CheckpointError):
 
 
 def require_unchanged(known_by: str, now: Callable[[], str], source: str) -> None:
-    """Raises `SourceChangedError` where the fingerprint of a work is another one than when it began."""
+    """Raises `SourceChangedError` if the fingerprint of a work differs from `known_by`, that of its beginning."""
     if now() != known_by:
         raise SourceChangedError(
-            f"{source} was changed while it was read, and what was read may be of two checkpoints: nothing is kept of "
-            "it; run it again when nobody writes there",
+            f"{source} was changed while it was read, and the data may be of two checkpoints. The output is deleted; "
+            "start again when no process writes there",
             path=source,
         )
 
@@ -92,7 +92,7 @@ class Destination:
         self.journal = Journal(self._opened(f"{self.part}/journal"), process)
 
     def store(self) -> Store:
-        """Of the target's files; on a disk they are synced by `commit`."""
+        """The store of the target's files. On a disk, `commit` syncs them."""
         return LocalStore(self.url, durable=False) if self.properties.file_system else self._opened(self.url)
 
     def put(self, files: Iterable[tuple[str, bytes]]) -> None:
@@ -123,8 +123,8 @@ class Destination:
                 remove_empty(directory)
 
     def require_kept(self) -> None:
-        """Raises `CheckpointError` where something that the interrupted work has noted is not there as it was, or
-        where something else lies there."""
+        """Raises `CheckpointError` if a file that the interrupted work has noted was changed or deleted, or if other
+        files are there."""
         found, noted = self._own_files(), self.journal.files()
         lost = [key for key, notes in noted.items() if _is_lost(notes[-1], found.get(key))]
         if lost:
@@ -135,8 +135,8 @@ class Destination:
             )
 
     def require_free(self) -> None:
-        """Raises `CheckpointError` where a bucket's target is a whole checkpoint by now: what an interrupted work has
-        left there would be cleared, or gone on with, on top of it. Cost: two requests."""
+        """Raises `CheckpointError` if a bucket's target is a complete checkpoint by now: to clear or continue the
+        interrupted work would damage it. Cost: two requests."""
         if self.properties.atomic_rename:
             return
         ends = (paths.COMMIT_MARK, INDEX)  # what is put last of a directory
@@ -191,8 +191,8 @@ class Destination:
     def alone(self) -> Iterator[None]:
         """Around all of the work of one process, or of the first of several: no other makes the same target meanwhile.
 
-        Two that do would clear, or commit, what the other is still writing. A bucket has no lock that dies with its
-        holder. Raises `CheckpointError` where another process works there.
+        Each of two processes would clear, or commit, files that the other still writes. A bucket is not locked, because
+        it has no lock that ends with its holder. Raises `CheckpointError` where another process works there.
         """
         with alone_at(Path(self.part), _LOCK, self.target) if self.properties.file_system else nullcontext():
             yield
@@ -231,10 +231,10 @@ class Destination:
 
     @contextmanager
     def kept(self, *, after_damage: bool = True) -> Iterator[None]:
-        """Around the work: what ends it is told, in a note, what it leaves behind and how to go on.
+        """Around the work. The error that ends it gets a note: which files are kept, and how to continue the work.
 
-        A `SourceChangedError` leaves nothing, and unless kept `after_damage` neither does a `CorruptCheckpointError`: a
-        source that is mended is another one, and no work on this one can be finished.
+        A `SourceChangedError` keeps nothing. Nor does a `CorruptCheckpointError`, unless `after_damage`: a repaired
+        source is another source, so the work on this one cannot be finished.
         """
         try:
             yield

@@ -66,7 +66,7 @@ class FlatFile:
 
 
 def plan_file(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
-    """Where everything goes in one file. Pure. Raises `CheckpointError` for a name that the format cannot have."""
+    """The layout of one file. Pure. Raises `CheckpointError` for a name that the format cannot have."""
     if format == "safetensors":
         return _plan_safetensors(name, tensors)
     return _plan_zip(name, format, tensors)
@@ -120,7 +120,7 @@ def _write_summed(
 
 
 def _runs(start: int, block: np.ndarray, box: Box, tensor: Tensor) -> Iterator[tuple[int, np.ndarray]]:
-    """The bytes of a block and where in the file they go: row by row where the box is not one run of the file."""
+    """Offsets in the file, and the bytes of a block for them: row by row if the box is not one run of the file."""
     if not block.size:
         return
     shape, itemsize, strides = tensor.shape, tensor.dtype.itemsize, c_strides(tensor.shape)
@@ -227,7 +227,7 @@ class _Packer:
             self.members.append(Member(start=data_at + len(head), size=size, tensor=tensor, before=head))
 
 
-_EXTRA = struct.Struct("<HHQQ")  # zip64: sizes of 8 bytes, for every member alike
+_EXTRA = struct.Struct("<HHQQ")  # zip64: sizes of 8 bytes, for small members too
 
 
 def _write_zip_frame(fd: int, plan: FlatFile, sums: Mapping[str, int]) -> None:

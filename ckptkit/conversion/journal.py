@@ -26,8 +26,8 @@ Stamp = tuple[str, str, int]  # of one file; the version is a time, in a bucket 
 
 
 def fingerprint(described: Mapping[str, Any], paths: Iterable[str]) -> str:
-    """Of a plan and of the files that it reads, at these paths and below them: where one changed, what was written
-    before is of no use. A path without a file adds nothing.
+    """A fingerprint of a plan and of the files that it reads, at these paths and below them. If it has changed, earlier
+    output is of no use. A path without a file adds nothing.
 
     Cost: a call for each file; in a bucket a small read and a listing for each path. Raises `StoreError`.
     """
@@ -48,7 +48,7 @@ def _on_disk(path: Path) -> list[Stamp]:
 
 def _in_bucket(url: str) -> list[Stamp]:
     directory, _, name = url.rpartition("/")
-    # The object itself first: what lists a web server reads the page, which may be the checkpoint.
+    # The object itself first: a listing of a web server reads the page, which may be the checkpoint.
     found = None if directory.endswith(":/") else open_store(directory).stat(name)
     below = open_store(url).stat_all("") if found is None else {"": found}
     return [(f"{url}/{key}", each.version, each.size_bytes) for key, each in sorted(below.items())]

@@ -65,15 +65,17 @@ class LoraConfig:
 def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = None) -> dict[str, Tensor]:
     """The tensors of `base` with the low-rank updates of `adapter` added: W + alpha / rank x (the product of the two).
 
-    PEFT's names (`base_model.model.X.lora_A.weight` of [rank, in], `lora_B` of [out, rank], for `X.weight`) and NNX's
-    (`X.lora_a` of [in, rank], `lora_b` of [rank, out], for `X.kernel`, each with or without NNX's last `value`;
-    `X.lora.lora_a` of its LoRALinear too); E. Hu et al., "LoRA", 2021, section 4.1.
-    PEFT's `adapter_config.json` next to the adapter is honoured; `alpha` replaces its `lora_alpha`, and its
-    `alpha_pattern` still applies. Computed in float32, or float64 where the base is, and rounded once.
+    The method is that of E. Hu et al., "LoRA", 2021, section 4.1. Updates have the names of PEFT or of NNX:
+    - PEFT: `base_model.model.X.lora_A.weight` of [rank, in] and `lora_B` of [out, rank], for `X.weight`.
+    - NNX: `X.lora_a` of [in, rank] and `lora_b` of [rank, out], for `X.kernel`. Each may end in NNX's `value`. In a
+      LoRALinear they are `X.lora.lora_a` and `X.lora.lora_b`.
 
-    Raises `MergeError` for an update without a base or its other half, for shapes or a rank that differ from the
-    config, for a base whose values have scales, and for tensors that are not updates. Raises `CheckpointError` without
-    an alpha, and for an unsupported setting of the config.
+    PEFT's `adapter_config.json` next to the adapter is honoured; `alpha` replaces its `lora_alpha`, and its
+    `alpha_pattern` still applies. Computed in float32, or in float64 if the base is float64, and rounded once.
+
+    Raises `MergeError` for an update without a base or its other half, and for shapes or a rank that differ from the
+    config. The same for a base whose values have scales, and for tensors that are not updates. Raises `CheckpointError`
+    without an alpha, and for an unsupported setting of the config.
     """
     config = adapter_config(adapter)
     config = config if alpha is None else replace(config, alpha=alpha)

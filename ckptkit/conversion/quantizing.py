@@ -95,7 +95,7 @@ class Weight:
 
     @property
     def scales_shape(self) -> tuple[int, ...]:
-        """One for each block."""
+        """The shape of the scales: one scale for each block."""
         return tuple(size // rows for size, rows in zip(self._source.shape, self._block, strict=True))
 
     def values(self, box: Box) -> np.ndarray:

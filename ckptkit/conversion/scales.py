@@ -40,7 +40,7 @@ def scale_of(name: str, tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def scaled_text(name: str, tensors: Mapping[str, Tensor]) -> str | None:
-    """That a leaf is quantised, for a message; None if it is not."""
+    """Words for a message that a leaf is quantised; None if it is not."""
     scale = scale_of(name, tensors)
     return None if scale is None else f"{name} is quantised: its scale is {scale}"
 

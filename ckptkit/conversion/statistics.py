@@ -18,9 +18,9 @@ from ckptkit.model.manifest import describe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Of one tensor, over its finite elements, in float64; None where there is none (or for booleans' deviation, keys).
+    """Statistics of a tensor's finite elements, in float64. None without such elements, for keys, and `std` of bool.
 
-    `norm` is the square root of the sum of squares; of complex numbers all is of their absolute values.
+    `norm` is the square root of the sum of squares. For complex numbers, all values are of their absolute values.
     """
 
     minimum: float | None
@@ -89,7 +89,7 @@ class LeafDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two checkpoints held against each other. Names are sorted; `values` are the leaves whose bits differ."""
+    """The comparison of two checkpoints. Names are sorted; `values` are the leaves whose bits differ."""
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
@@ -116,12 +116,12 @@ def diff(
     memory_bytes: int = MEMORY_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Difference:
-    """Compares the tensors of two checkpoints by name, whatever their formats.
+    """Compares the tensors of two checkpoints by name. Their formats may differ.
 
     Leaves of different shape are only named; those of different dtype, or keys of another implementation, are named
     and their values compared. An element is close where |a - b| <= atol + rtol * |b|, or both are NaN, or the same
     infinity. Without tolerances only equal bits are the same. Cost: both are read once, unless their chunks differ.
-    `progress` is told, after each leaf, the bytes of `a` that were compared, and of all that are.
+    `progress` is called for each leaf with the bytes of `a` that were compared so far, and with their total.
     """
     shapes, values, equal = [], [], 0
     common = sorted(a.keys() & b.keys())
@@ -159,7 +159,7 @@ def _words(tensor: Tensor) -> str:
 
 
 def _difference(name: str, a: Tensor, b: Tensor, rtol: float, atol: float, memory_bytes: int) -> LeafDifference | None:
-    """None where every bit is the same."""
+    """The difference of one leaf; None if all bits are the same."""
     # An extended float has no integer of its width to count with.
     floating = a.dtype == b.dtype and is_floating(a) and a.dtype.kind != "c" and a.dtype.itemsize <= 8
     found = _Comparison(rtol, atol, floating=floating)
@@ -206,7 +206,7 @@ class _Comparison:
             self._ulp = max(self._ulp, _ulp(a, b))
 
     def result(self, name: str) -> LeafDifference:
-        """Of all that was added."""
+        """The difference of all parts that were added."""
         lengths = math.sqrt(self._square_a) * math.sqrt(self._square_b)
         cosine = self._dot / lengths if lengths else math.nan
         return LeafDifference(

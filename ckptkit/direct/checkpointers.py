@@ -20,7 +20,7 @@ from ckptkit.util import unproven
 
 
 class _Direct:
-    """Of a checkpointer whose handler keeps digests."""
+    """The common part of the checkpointers whose handlers keep digests."""
 
     _handler: Any
     _temporary_path_class: Any
@@ -90,9 +90,9 @@ class Checkpointer(_Direct, ocp.Checkpointer):
     """A drop-in for `ocp.Checkpointer`: a tree is saved with digests, and a load compares every cell with its digest.
 
     The directory is a plain one of Orbax, which stock Orbax restores. A handler that is not `PyTreeCheckpointHandler`
-    or `StandardCheckpointHandler` works as in Orbax, without digests; a log line tells it. The arguments are Orbax's.
-    Cost in addition to Orbax's: a copy of this process's part of the tree in host memory, kept for the next save until
-    `close`.
+    or `StandardCheckpointHandler` works as in Orbax, without digests, and a log line reports that. The arguments are
+    Orbax's. Cost in addition to Orbax's: a copy of this process's part of the tree in host memory, kept for the next
+    save until `close`.
 
     `restore` raises `CorruptCheckpointError` for damage on every process, `TreeMismatchError` with all differences,
     `StoreError` for what cannot be reached. A directory without digests loads as in stock Orbax, with a log line.
@@ -157,7 +157,7 @@ def load(path: str | os.PathLike[str], abstract: Any = None) -> Any:
 
     `abstract` has the leaves that are wanted (arrays, `jax.ShapeDtypeStruct` with shardings, numbers), None the tree as
     it was saved, with nested dicts and lists for its nodes. `path` may also be an item of a manager's step. A
-    directory that was saved without digests loads as in stock Orbax; a log line tells that it is not verified.
+    directory that was saved without digests loads as in stock Orbax; a log line reports that it is not verified.
     All processes of the job call it together.
 
     Raises `CorruptCheckpointError` for damage, `TreeMismatchError` with all differences, FileNotFoundError where

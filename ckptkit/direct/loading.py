@@ -26,8 +26,8 @@ from ckptkit.util.words import command_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The content of a directory. `tree` is None where only Orbax can give it back as it was asked for: `proven` then
-    tells whether every cell met its digest."""
+    """The content of a directory. `tree` is None if only Orbax can return it as it was asked for. `proven`: every cell
+    was compared with its digest."""
 
     tree: Any = None
     proven: bool
@@ -75,7 +75,7 @@ class Loader:
         self._calls = itertools.count()
 
     def load(self, url: str, args: Any) -> Loaded:
-        """The tree at `url` as `args` (Orbax's) ask for it, proven; not proven where nobody kept digests.
+        """The tree at `url` as `args` (Orbax's) ask for it, verified; not verified if it was saved without digests.
 
         Raises `CorruptCheckpointError` on every process where one finds damage, `TreeMismatchError` with all
         differences, `StoreError` for what cannot be reached.

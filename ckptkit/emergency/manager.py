@@ -33,7 +33,7 @@ _ARGS: Any = ocp.args
 @final
 class CheckpointManager(orbax_emergency.CheckpointManager):
     """A drop-in for Orbax's emergency `CheckpointManager`: frequent saves to this host's ramdisk, rare ones to a
-    durable root, and a restore from whatever is left.
+    durable root, and a restore from the copies that are left.
 
     A restore reads this host's ramdisk, then the ramdisks of other processes (another slice has the same boxes), then
     the durable root; every cell is compared with its digest. Any mesh will do: one slice, or slices of other sizes than
@@ -118,7 +118,7 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
         return self._mesh
 
     def all_steps(self, read: bool | None = None) -> Sequence[int]:
-        """Every step that some tier holds; with `read` the tiers are looked at afresh."""
+        """Every step that some tier holds; with `read` the tiers are read again."""
         return self._state.all_steps(read=bool(read))
 
     def latest_step(self) -> int | None:
@@ -130,7 +130,7 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
         return self._state.best_step()
 
     def reload(self) -> None:
-        """Looks at every tier afresh."""
+        """Reads every tier again."""
         for manager in self._managers:
             manager.reload()
 
@@ -165,9 +165,9 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
     def restore(self, step: int | None, args: Any = None) -> Any:
         """A `Composite` with the `state` of `step`, or (None) of the newest step that verifies.
 
-        The state is restored as `abstract_state` describes it, whatever `args` ask for, as in Orbax. `args.dataset`
-        restores the dataset of the same step: None is then the newest step of which both verify. Raises what
-        `ckptkit.CheckpointManager.restore` raises.
+        As in Orbax, the state is restored as `abstract_state` describes it, and `args` do not change that.
+        `args.dataset` restores the dataset of the same step: None is then the newest step of which both verify. Raises
+        the errors of `ckptkit.CheckpointManager.restore`.
         """
         if args is None or DATASET not in args.keys():  # noqa: SIM118  a Composite is not a container
             return _ARGS.Composite(state=self._restored(step))

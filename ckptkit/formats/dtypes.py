@@ -92,7 +92,7 @@ def plain_dtype(word: Any) -> np.dtype[Any]:
 
 
 def checked_shape(sizes: Any) -> tuple[int, ...]:
-    """A shape out of a file; raises ValueError for what is none."""
+    """A shape out of a file; raises ValueError if `sizes` is not a shape."""
     listed = type(sizes) in (list, tuple)
     if not listed or not _INTS.issuperset(map(type, sizes)) or (sizes and not 0 <= min(sizes) <= max(sizes) < 1 << 62):
         kinds = [type(size).__name__ for size in sizes[:8]] if listed else type(sizes).__name__

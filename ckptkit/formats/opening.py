@@ -97,7 +97,7 @@ def inspection_of(opened: Checkpoint, *, timeout_s: float) -> Inspection:
 
 
 def _stored_bytes(opened: Checkpoint, timeout_s: float) -> int:
-    """Of the file, or of the files of a directory that have tensors."""
+    """Bytes of the file, or of those files of a directory that have tensors."""
     if opened.facts.kind == "directory":
         read = {span.path.rpartition("/")[2] for tensor in opened.tensors for span in tensor.spans}
         sizes = Place.open(opened.path, timeout_s=timeout_s).sizes()

@@ -176,8 +176,8 @@ def _rebuilt(name: str, storage: Any, offset: Any, shape: Any, strides: Any, *mo
     """`_rebuild_tensor(storage, offset, shape, strides)`; _v2 and _v3 add whether it needs gradients, hooks, a dtype
     (_v3), and marks of a view whose elements must be conjugated or negated when read."""
     dtype = _of(Name, more[2]).name if name == "_rebuild_tensor_v3" else None
-    told = more[3 if dtype else 2 :] if name != "_rebuild_tensor" else ()
-    if told and (marks := [str(key) for key, on in _of(dict, told[0]).items() if on]):
+    metadata = more[3 if dtype else 2 :] if name != "_rebuild_tensor" else ()
+    if metadata and (marks := [str(key) for key, on in _of(dict, metadata[0]).items() if on]):
         raise ValueError(
             f"a tensor's elements are not those of its storage ({', '.join(marks)[:60]}); "
             "save tensor.resolve_conj().resolve_neg() instead"

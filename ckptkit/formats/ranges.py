@@ -168,8 +168,8 @@ def fetch_strided(
 ) -> np.ndarray:
     """A box of an array that starts at byte `start` of a file, with `strides` in elements.
 
-    Cost: one read where the box, with what lies between its elements, is at most four times as large as the box; else
-    one per run of elements that follow each other.
+    Cost: one read if the box, with the bytes between its elements, is at most four times as large as the box alone.
+    Else one read for each run of elements that follow each other.
     """
     into = np.empty(box.shape, dtype)
     if box.size == 0:

@@ -54,13 +54,13 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
+        """The shape of the whole array."""
         assert self.leaf.shape is not None
         return self.leaf.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """In memory: small integers take a byte each."""
+        """The dtype in memory: small integers take a byte each."""
         return np.dtype(self.leaf.dtype)
 
     @property
@@ -136,7 +136,7 @@ class Checkpoint:
         return self.format == "slot" or self.facts.origin.proven
 
     def by_name(self) -> dict[str, Tensor]:
-        """The tensors by name; of several array items, `item.name`. Raises `CheckpointError` for two alike."""
+        """The tensors by name; of several array items, `item.name`. Raises `CheckpointError` if two have one name."""
         if self._named is not None:
             return dict(self._named)
         several = len({tensor.item for tensor in self.tensors}) > 1

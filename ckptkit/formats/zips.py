@@ -93,11 +93,11 @@ def _entry(ranges: Ranges, info: zipfile.ZipInfo) -> ZipEntry:
 
 @final
 class EntryRanges:
-    """The uncompressed bytes of a member as a file. Of a compressed one reads are best in order: a read further on
-    decompresses what lies between, one further back begins again.
+    """The uncompressed bytes of a member as a file. A compressed member is best read in order: a read further on also
+    decompresses the bytes between, and a read further back begins at the start.
 
-    If it is `summed`, a reader that read all of it in order gets `CorruptCheckpointError` on a wrong checksum. Bytes
-    that are read in parts, or in another order, are not compared.
+    If it is `summed`, a reader that has read the whole member in order gets `CorruptCheckpointError` on a wrong
+    checksum. Bytes that are read in parts, or in another order, are not compared.
     """
 
     def __init__(self, ranges: Ranges, entry: ZipEntry, *, summed: bool = False):
@@ -138,10 +138,10 @@ class EntryRanges:
             part[:] = np.frombuffer(self.read(start + at, part.nbytes), np.uint8)
 
     def close(self) -> None:
-        """Nothing: the archive's file is closed by whom it belongs to."""
+        """Does nothing: the owner of the archive's file closes it."""
 
     def _checked(self, start: int, data: Bytes) -> Bytes:
-        """`data`, added to the checksum as far as it goes on from what was."""
+        """Returns `data`. The part that continues the bytes summed before is added to the checksum."""
         with self._lock:
             known = self._summed_to
             if start <= known < start + len(data):

@@ -69,8 +69,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       processes: how the processes of a job wait and read for each other, and whether they show their progress.
 
     Raises the errors of Orbax's constructor for the shared arguments. Raises `TierUnusableError` for a tier that cannot
-    be written, `StoreError` for a durable root that cannot be read, `CoordinationError` if a process does not join,
-    `NotJoinedError` in a worker of `ckptkit run` that has not called `jax.distributed.initialize()`.
+    be written, `StoreError` for a durable root that cannot be read, and `CoordinationError` if a process does not join.
+    Raises `NotJoinedError` in a worker of `ckptkit run` that has not called `jax.distributed.initialize()`.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `check_for_errors`, `wait_until_finished` or `close`.
 
         Orbax writes a step with an item that only its own handlers can hold, to the durable tier alone. Such a save
-        blocks as long as those handlers block, and waits for the previous durable save whatever
-        `SaveOptions.durable_busy` is. An event reports each such item once.
+        blocks as long as those handlers block. It waits for the previous durable save with every value of
+        `SaveOptions.durable_busy`. An event reports each such item once.
 
         A signal handler may save in the middle of a save. The interrupted one is dropped, with a `save_skipped` event,
         if it was not being copied yet.
@@ -239,9 +239,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Every cell is checked against its digest before anything is placed on a device.
         A step of stock Orbax has no digests and is restored as by stock Orbax. Bytes come from this host's ramdisk,
         then its SSD, then other processes' tiers, then the durable one; with `directory`, from that durable root alone.
-        Returns the same as Orbax: the tree of a step saved without names, else a `Composite`. Proven bits are cast
-        where a template or `restore_args` have another dtype. `certified`: the newest step that a replay came to
-        (`ckptkit.guard.replay(record=True)`), for `step=None`; a damaged one is skipped for the next older.
+        Returns the same as Orbax: the tree of a step saved without names, else a `Composite`. Values are cast after
+        they are verified, where a template or `restore_args` have another dtype. `certified`: the newest step that a
+        replay came to (`ckptkit.guard.replay(record=True)`), for `step=None`; a damaged one is skipped for the next
+        older.
 
         The run continues from the restored step. If it is not the newest one, a WARNING names the newer steps: the next
         save abandons them. A manager with Orbax's option `read_only` only looks.
@@ -303,14 +304,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def all_steps(self, read: bool = False) -> list[int]:
         """Every step in some tier or in flight, in Orbax's order; abandoned branches are left out.
 
-        With `read`, the tiers are looked at afresh (`reload`).
+        With `read`, the tiers are read again (`reload`).
         """
         if read:
             self.reload()
         return self._ledger.steps()
 
     def reload(self) -> None:
-        """Looks at every tier afresh: steps that others wrote or removed. Waits for the saves in flight."""
+        """Reads every tier again: other processes may have written or removed steps. Waits for the saves in flight."""
         with self._calls.entered("reload") as about:
             self._resumer.refuse_while_pending("reload")
         self._catalog.reload(about)
@@ -386,7 +387,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _close(self, *, remove_arenas: bool) -> None:
         join_s = self._stall_s
-        with ExitStack() as ends:  # last in, first out, whatever raises
+        with ExitStack() as ends:  # last in, first out, also after an error
             ends.callback(lambda: self._close_storage(join_s, remove_arenas=remove_arenas))
             if self._components.storage.link is not None:
                 ends.callback(self._components.storage.link.close)
@@ -467,7 +468,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return self._last_saver.save(step, args, grace_s, metrics, custom_metadata)
 
     def scrub(self, *, repair: bool = False) -> Scrub:
-        """Proves every cell in this process's slots (copies for other hosts too); with `repair`, mends what is damaged.
+        """Verifies every cell in this process's slots (copies for other hosts too); with `repair`, repairs damage.
 
         Called by all processes together; waits for saves in flight. A cell is rebuilt, bit for bit, from this host,
         then other processes, then the durable tier. Cost: a read of every slot, and two exchanges that wait `timeout_s`

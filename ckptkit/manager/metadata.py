@@ -42,14 +42,14 @@ class MetadataIndex:
         self._inventory = inventory
         self._metrics: dict[int, Any] = {}
         self._pruned_at = _PRUNED_AT
-        self._as_saved = False  # a step was restored as it was saved, and Orbax was not told its kinds yet
+        self._as_saved = False  # a step was restored as it was saved, and Orbax does not know its kinds yet
 
     def restored_as_saved(self) -> None:
         """A step was restored without arguments: Orbax's metadata knows its trees from then on."""
         self._as_saved = True
 
     def refill(self, steps: Iterable[int]) -> None:
-        """The tiers were looked at afresh: they hold these steps."""
+        """The tiers were read again: they hold these steps."""
         durable = {info.step: info.metrics for info in self._durable.stock.infos()}
         if self._options.best_fn is None or self._options.lightweight_initialize:
             self._metrics = durable

@@ -112,7 +112,7 @@ class LastSaver:
         return {tier for record in self._branch.records() if record.step == step for tier in record.tiers}
 
     def _agree(self, needs_s: dict[str, float], spent_s: float, grace_s: float) -> tuple[LastSavePlan, float]:
-        """One plan for all: by the slowest process, and by the one that was told first."""
+        """One plan for all: for the times of the slowest process, and the deadline of the first that was notified."""
 
         def decide(values: list[list[Any]]) -> list[Any]:
             needs = {tier: max(v[0].get(tier, 0.0) for v in values) for tier in self._tiers}

@@ -1,4 +1,4 @@
-"""The caller's side of a restore: what is asked for, from which root, and that the run goes on from what it got."""
+"""The caller's side of a restore: the request, the root, and the step from which the run then continues."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class Resumer:
         return self._pending
 
     def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
-        """A restore from the durable root at `url` alone, with this manager's step names and handlers: this run goes on
-        from where it was. `about` names the call."""
+        """A restore from the durable root at `url` alone, with this manager's step names and handlers. In its own
+        root this run continues from where it was. `about` names the call."""
         options = self._settings.options
         read_only = ocp.CheckpointManagerOptions(
             read_only=True,
@@ -126,7 +126,7 @@ class Resumer:
     def wanted(self, step: int | None, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
         """The request in the arguments of `restore`; raises Orbax's errors for arguments that do not go together.
 
-        For a `step` that no tier holds that is `StepNotFoundError`, whatever is asked of it; None: any step.
+        If no tier holds `step`, that error is `StepNotFoundError` for every request. None: any step.
         """
         try:
             return request_of(self._components.storage.durable.stock, items, restore_kwargs, args)
@@ -290,7 +290,7 @@ def restore_first(
 ) -> tuple[int | None, Any, Sequence[CheckpointError]]:
     """The first of `steps` that `restore` can restore, with its result and the errors of those before it.
 
-    None if all are damaged or missing, as found by all processes alike. Raises what else `restore` raises.
+    None if all are damaged or missing; all processes come to the same result. Raises any other error of `restore`.
     """
     damaged: list[CheckpointError] = []
     for step in steps:

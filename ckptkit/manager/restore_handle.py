@@ -41,7 +41,7 @@ class RestoreHandle:
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, without a wait for storage: at once, or once replicas have sent each
-        other what they have read. A local matter: decide nothing by it that all processes have to decide alike."""
+        other what they have read. Processes may get different answers, so a job must not base a decision on it."""
         return self._restored.done() or self._caller.is_all_that_is_missing
 
     def result(self, timeout: float | None = None) -> Any:
@@ -65,7 +65,7 @@ class RestoreHandle:
         return self._items
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the thread's end, which nobody waits for in `result` any more; raises nothing."""
+        """Waits for the thread's end, after which the caller does not wait in `result` again; raises nothing."""
         self._caller.leave()
         self._thread.join(timeout_s)
 

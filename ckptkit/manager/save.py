@@ -171,7 +171,7 @@ class Saver:
             request.last is None
             and self._decider.refusal(step, last=self._ledger.latest_step(), force=False) is not None
         ):
-            # It may have been taken before, and may come to nothing yet: all processes have to know that alike.
+            # An earlier save of the step may be in flight, and may still fail: waits until all processes know its end.
             self._pipeline.run(self._pipeline.settle(Deadline(self._timeout_s)))
         self._pipeline.raise_if_closed()
         there = [record for record in self._branch.records() if record.step == step]

@@ -51,7 +51,7 @@ def run(words: list[str]) -> None:
 
 
 def _show_info() -> None:
-    """The line that tells what was replaced goes to standard error: nothing configures logging before it."""
+    """The line that lists the replaced classes goes to standard error: nothing configures logging before it."""
     log = logging.getLogger("ckptkit")
     log.setLevel(logging.INFO)
     if not logging.getLogger().handlers:

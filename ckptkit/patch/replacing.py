@@ -52,7 +52,7 @@ def patch_orbax(tiers: Sequence[Tier] | str | os.PathLike[str] = (), **ours: Any
 
     Raises `CheckpointError` with all places where a class is in use already, and replaces nothing then. A place is an
     instance, a subclass, or a module that imported the class by name. It may also be a dict of a module, an attribute
-    of a class, or the default of a function: they would go on with the stock class. Raises ValueError for tiers
+    of a class, or the default of a function: they would keep the stock class. Raises ValueError for tiers
     that cannot be.
     """
     if _replaced:

@@ -1,1 +1,1 @@
-"""How a restore finds, plans, reads, proves and places the bytes of a save."""
+"""How a restore finds, plans, reads, verifies and places the bytes of a save."""

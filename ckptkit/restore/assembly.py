@@ -49,7 +49,7 @@ class Assembly:
         return empty_block(piece.box.shape, np.dtype(self._targets[piece.key].form.dtype))
 
     def deliver(self, key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
-        """Takes proven pieces of a leaf; one that came before is left out."""
+        """Takes verified pieces of a leaf; a piece that came before is left out."""
         with self._lock:
             news = [(box, self._missing[key].pop(box), block) for box, block in blocks.items() if self._waits(key, box)]
             for box, wanted, block in news:

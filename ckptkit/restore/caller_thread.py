@@ -16,13 +16,13 @@ _LOOK_S = 10.0  # how often waiting processes learn which ones are missing; a la
 
 @final
 class CallerThread:
-    """Where a background thread asks its caller's thread to do something, which does it while it waits in `serve`.
+    """Lets a background thread run functions on its caller's thread, while that thread waits in `serve`.
 
-    The caller comes and goes as it likes until `come` has found it there; then it stays until `release`.
+    The caller may enter and leave `serve` until `come` has found it there; then it stays until `release`.
     """
 
     def __init__(self) -> None:
-        self.is_all_that_is_missing = False  # nothing goes on before the caller comes
+        self.is_all_that_is_missing = False  # the restore waits for the caller only
         self._changed = threading.Condition()
         self._present = False
         self._kept = False
@@ -33,7 +33,7 @@ class CallerThread:
     # Called by the caller's thread.
 
     def serve(self, over: Callable[[], bool], timeout_s: float | None) -> None:
-        """Does what it is asked for until `over` (see `wake`), or leaves after `timeout_s` unless it is kept."""
+        """Runs requested functions until `over()` (see `wake`), or leaves after `timeout_s` unless it is kept."""
         deadline = None if timeout_s is None else Deadline(timeout_s)
         with self._changed:
             self._present = True
@@ -55,7 +55,7 @@ class CallerThread:
                 self._changed.notify_all()
 
     def leave(self) -> None:
-        """It never comes (again)."""
+        """The caller does not enter `serve` again."""
         with self._changed:
             self._gone = True
             self._changed.notify_all()
@@ -63,7 +63,7 @@ class CallerThread:
     # Called by the background thread.
 
     def come(self, wait_s: float) -> str:
-        """`here` once the caller is there, and keeps it; `later` if it does not come in time, `gone` if never."""
+        """`here` once the caller is in `serve`, and keeps it; `later` if it is not in time, `gone` if it has left."""
         with self._changed:
             self._changed.wait_for(lambda: self._present or self._gone, wait_s)
             if self._gone:
@@ -72,7 +72,7 @@ class CallerThread:
             return "here" if self._present else "later"
 
     def release(self) -> None:
-        """The caller may go."""
+        """The caller may leave `serve`."""
         with self._changed:
             self._kept = False
             self._changed.notify_all()
@@ -93,7 +93,7 @@ class CallerThread:
         return result
 
     def wake(self) -> None:
-        """Has the caller look whether it is over."""
+        """Makes the caller check whether it is over."""
         with self._changed:
             self._changed.notify_all()
 
@@ -118,7 +118,7 @@ def all_come(caller: CallerThread, coordinator: Coordinator) -> str | None:
     one may wait for something that the first does after the restore. The result is the same on all processes.
     """
     timeout_s = coordinator.timeout_s
-    first: list[Deadline] = []  # on process 0, since somebody has come
+    first: list[Deadline] = []  # on process 0, since the first caller has come
 
     def verdict(words: list[str]) -> list[Any]:
         late = [str(process) for process, word in enumerate(words) if word == "later"]

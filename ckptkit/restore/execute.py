@@ -48,7 +48,7 @@ class Shared:
 
     assembly: Assembly
     read_bytes: Mapping[str, int]
-    announced: frozenset[tuple[Key, Box]]  # that the durable tier was told to read ahead
+    announced: frozenset[tuple[Key, Box]]  # that the durable tier was asked to read ahead
     failure: Exception | None = None  # of this process, not yet known to the others
 
 
@@ -72,7 +72,7 @@ class LocalRead:
         self._reported.clear()
 
     def read(self, prepared: Prepared, shared: Shared | None = None) -> Verified:
-        """All that `prepared` plans, less what `shared` has already."""
+        """Reads all boxes that `prepared` plans, without those that `shared` has already."""
         if shared is not None and shared.failure is not None:
             raise shared.failure
         plan = prepared.plan if shared is None else _rest(prepared, shared)
@@ -89,7 +89,7 @@ class LocalRead:
         def proven(key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
             if assembly is not None and key in assembly:
                 assembly.deliver(key, blocks)
-            elif key[0] in kept:  # what Orbax gives back is only proven
+            elif key[0] in kept:  # items that Orbax restores are only verified here
                 placer.add(by_key[key], blocks)
 
         def make_block(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
@@ -114,10 +114,10 @@ class LocalRead:
                 expect([each for each in wanted if ((each[0], each[1].path), each[3]) not in announced])
         rejected = self.rejected(plan.save_id)
         self.meter.begin(sum([read.nbytes for read in plan.reads]))
-        told = frozenset({durable} if expect is not None else ())
+        reads_ahead = frozenset({durable} if expect is not None else ())
         counted = self.meter.add
         read_bytes = execute(
-            plan, prepared.holdings.readers, rejected, proven, make_block, announced=told, counted=counted
+            plan, prepared.holdings.readers, rejected, proven, make_block, announced=reads_ahead, counted=counted
         )
         placer.finish()
         if shared is not None:
@@ -134,7 +134,7 @@ class LocalRead:
         return Verified(stock=stock_restore.restore_stock(self._durable, step, wanted))
 
     def assemble(self, proven: Verified, save_id: SaveId) -> dict[str, Any]:
-        """The trees of what is proven; sets the iterators: nothing before this changes what the caller has."""
+        """The trees of the verified leaves. Also sets the iterators; before this, no object of the caller changes."""
         with jax.transfer_guard("allow"):  # of small items, and what Orbax restores
             return self._assembled(proven, save_id)
 
@@ -164,8 +164,8 @@ class LocalRead:
         return items
 
     def _handler(self, name: str, arg: Any, kind: str) -> tuple[Any, Any] | None:
-        """The handler of an item, and its restore argument; None for one that is not asked for by name, and whose
-        handler nobody registered: it is left out."""
+        """The handler of an item, and its restore argument. None if the item is not asked for by name and has no
+        registered handler: it is left out."""
         assert self._durable is not None
         handler_for = self._durable.stock.handler
         return (handler_for(name, arg), arg) if arg is not None else registered(handler_for, name, kind)

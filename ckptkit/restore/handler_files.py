@@ -37,8 +37,8 @@ def stored_files(manifests: Sequence[Manifest], item: str) -> StoredFiles:
     missing = [process for process in range(count) if process not in by_writer]
     if missing:
         raise UnsuitedSaveError(
-            f"item {item!r} is of files that {count} processes have written, and nobody who can be reached holds those "
-            f"of process {', '.join(map(str, missing[:8]))}; keep copies on other hosts (Tier.peer)"
+            f"item {item!r} is of files that {count} processes have written, and no process that can be reached holds "
+            f"those of process {', '.join(map(str, missing[:8]))}; keep copies on other hosts (Tier.peer)"
         )
     leaves = {leaf.path: leaf for leaf in merged_leaves(manifests, item)}
     small: dict[str, bytes] = {}

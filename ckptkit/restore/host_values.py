@@ -25,7 +25,7 @@ from ckptkit.restore.prepare import Prepared
 from ckptkit.restore.read import OnRejected, execute
 
 _log = logging.getLogger("ckptkit")
-BYTES_MAX = 16 << 20  # of an item's NumPy leaves: they go through the coordination service, to every process
+BYTES_MAX = 16 << 20  # of an item's NumPy leaves: the coordination service sends them to every process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Told:
         if not self.leaves and not self.inline:
             return prepared
 
-        def told(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        def read_agreed(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
             del record
             into[...] = self.leaves[item, leaf.path][wanted.slices()]
 
@@ -59,7 +59,7 @@ class Told:
             holdings=replace(
                 holdings,
                 sources=(Source(tier=REPLICA, manifests=()), *holdings.sources),
-                readers=(told, *holdings.readers),
+                readers=(read_agreed, *holdings.readers),
             ),
             inline={name: self.inline.get(name, value) for name, value in prepared.inline.items()},
         )
@@ -78,15 +78,15 @@ def agreed(coordinator: Coordinator, prepared: Prepared | None, rejected: OnReje
     if not givers:
         return Told()
     given = {} if prepared is None else {item: _values(prepared, item, rejected) for item in mine}
-    told = coordinator.agree("told host values", given, lambda values: dict(ChainMap(*values)))
-    for item in sorted(item for item, each in told.items() if each is None and coordinator.process == 0):
+    values_of = coordinator.agree("told host values", given, lambda values: dict(ChainMap(*values)))
+    for item in sorted(item for item, each in values_of.items() if each is None and coordinator.process == 0):
         _log.warning(
-            "the processes saved different values in host memory (NumPy arrays, Python numbers, JSON) of item %r, and "
-            "those of process %d cannot be read or have more than %d MiB: each process gets those of a share that it "
-            "reads",
+            "the processes saved different values in host memory (NumPy arrays, Python numbers, JSON) of item %r. "
+            "Those of process %d cannot be read or have more than %d MiB, so each process gets those of a share that "
+            "it reads",
             *(item, givers[item], BYTES_MAX >> 20),
         )
-    found = {item: each for item, each in told.items() if each is not None}
+    found = {item: each for item, each in values_of.items() if each is not None}
     return Told(
         leaves={
             (item, tuple(path)): np.frombuffer(base64.b64decode(text), np.dtype(dtype)).reshape(shape)
@@ -108,7 +108,7 @@ def _givers(values: list[Mapping[str, list[Any]]]) -> dict[str, int]:
 
 
 def _hashes(prepared: Prepared) -> dict[str, list[Any]]:
-    """Of each item: the process that saved its values in host memory, and a hash of them."""
+    """For each item: the process that saved its values in host memory, and a hash of them."""
     found: dict[str, list[Any]] = {}
     for item in (*prepared.asked.trees, *prepared.inline):
         writers: list[int] = []

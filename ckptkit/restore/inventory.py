@@ -74,7 +74,7 @@ ShareHolders = Mapping[int, tuple[int, ...]]  # share -> the processes that can 
 
 
 def box_set_hash(manifest: Manifest) -> str:
-    """Names the leaves and boxes of a share, whatever their bytes: the same for data replicas. 3 us per leaf."""
+    """A hash of the names and boxes of a share's leaves, not of their bytes: equal for data replicas. 3 us per leaf."""
     boxes = [
         [item, leaf.path, leaf.shape, leaf.dtype, [[record.box.start, record.box.stop] for record in leaf.boxes]]
         for item, leaves in sorted(manifest.arrays.items())
@@ -95,12 +95,12 @@ def holders_of(reports: Sequence[Sequence[Held]], save_id: SaveId) -> dict[int, 
 
 
 def writers_of(reports: Sequence[Sequence[Held]], save_id: SaveId) -> int:
-    """How many processes wrote a save; 1 where nobody holds any of it."""
+    """How many processes wrote a save; 1 if no process holds any of it."""
     return max((held.count for report in reports for held in report if held.save_id == save_id), default=1)
 
 
 def is_whole(reports: Sequence[Sequence[Held]], save_id: SaveId) -> bool:
-    """Whether every share of a save is held by somebody."""
+    """Whether each share of a save is held by at least one process."""
     counts = {held.count for report in reports for held in report if held.save_id == save_id}
     held = holders_of(reports, save_id)
     # Counted first: a manifest may hold any number.
@@ -110,8 +110,8 @@ def is_whole(reports: Sequence[Sequence[Held]], save_id: SaveId) -> bool:
 def uncommitted_by(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[int]:
     """The processes that had not committed their share of a save when the job ended; none where the save lost a share.
 
-    A process keeps its slot of an older save until all have committed the newer one. So a share that nobody holds, of a
-    process whose older share is there, was never committed.
+    A process keeps its slot of an older save until all have committed the newer one. So if no process holds a share of
+    the newer save, but the older share of the same process exists, the newer share was never committed.
     """
     held, count = holders_of(reports, save_id), writers_of(reports, save_id)
     if count > sum(len(each.shares) for report in reports for each in report):
@@ -130,7 +130,7 @@ def uncommitted_by(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[i
 
 
 def distinct_shares(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[tuple[int, int]]:
-    """One `(holder, share)` for each different set of boxes that somebody holds of a save."""
+    """One `(holder, share)` for each different set of boxes of a save that a process holds."""
     chosen: dict[str, tuple[int, int]] = {}
     for process, report in enumerate(reports):
         for held in report:
@@ -141,11 +141,11 @@ def distinct_shares(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[
 
 
 def givers_of(reports: Sequence[Sequence[Held]], save_id: SaveId, *, writer: int, boxes: str) -> list[tuple[int, int]]:
-    """Which (process, share) are likely to hold what the share of `writer`, with the box set `boxes`, holds; the
-    likeliest first, `GIVERS_MAX` at the most.
+    """The (process, share) pairs that probably hold the boxes of the share of `writer`, whose box set is `boxes`. The
+    most probable is first; `GIVERS_MAX` at the most.
 
-    First copies of the share itself, then those with the same boxes (data replicas), then the nearest: what a mesh
-    splits along one axis only is held by neighbours too.
+    First copies of the share itself, then those with the same boxes (data replicas), then the nearest. Boxes that a
+    mesh splits along one axis only are held by neighbours too.
     """
     held = [
         (share, share_boxes, process)
@@ -196,7 +196,7 @@ def from_runs(runs: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
 
 
 def in_order_of_use(shares: Iterable[int], *, mine: int, of: int, count: int, alike: Sequence[int] = ()) -> list[int]:
-    """In which order process `mine` `of` so many looks into the shares of a save that `count` processes wrote.
+    """The order in which process `mine` of `of` processes looks into the shares of a save that `count` processes wrote.
 
     Its own index first, then `alike` (those that hold most of the wanted boxes), then by distance. A mesh is cut in
     order, so the wanted boxes are at about the process's own position.
@@ -208,7 +208,7 @@ def in_order_of_use(shares: Iterable[int], *, mine: int, of: int, count: int, al
 
 
 def in_batches(shares: Sequence[int]) -> Iterator[Sequence[int]]:
-    """One share, then two, then four, ...: few are asked for where few are enough."""
+    """One share, then two, then four, ...: so few are requested if few are enough."""
     start, length = 0, 1
     while start < len(shares):
         yield shares[start : start + length]
@@ -216,6 +216,6 @@ def in_batches(shares: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def part_of(directory_name: str, rank: int, of: int) -> bool:
-    """Whether process `rank` of `of` on a host is the one that tells others of a slot directory: just one does."""
+    """Whether process `rank` of `of` on a host is the one that reports a slot directory to the other processes."""
     number = re.search(r"\d+", directory_name)
     return (int(number[0]) if number else 0) % of == rank

@@ -1,4 +1,4 @@
-"""Host memory that is read into on the way to accelerators: used again as soon as its transfer is over."""
+"""Host memory for reads whose bytes are then sent to accelerators: used again as soon as its transfer is over."""
 
 from __future__ import annotations
 

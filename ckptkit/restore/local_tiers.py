@@ -38,7 +38,8 @@ class LocalSave:
     def report(self, rank: tuple[int, int], refusal: Reason | None = None, *, linked: bool = True) -> Held:
         """The report of the save by this process, the `rank`-th on its host.
 
-        `linked`: processes read each other's tiers. Otherwise nobody asks for the hashes, 3 us per leaf of every save.
+        `linked`: processes read each other's tiers. Otherwise the hashes are left out: they cost 3 us per leaf of every
+        save.
         """
         mine = {
             manifest.writer.process: box_set_hash(manifest) if linked else ""
@@ -61,7 +62,7 @@ class Holdings:
 
     sources: tuple[Source, ...]
     readers: tuple[BoxReader, ...]
-    expect: Callable[[Sequence[Wanted]], None] | None = None  # of the last source: told what it will be asked for
+    expect: Callable[[Sequence[Wanted]], None] | None = None  # of the last source: gets what will be read from it
     unproven: tuple[str, ...] = ()  # items of the durable step that no manifest describes: only Orbax reads them
 
     @property

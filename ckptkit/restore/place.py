@@ -1,4 +1,4 @@
-"""Proven boxes onto devices, and memory of a CPU device's own for what is read: there before its bytes are."""
+"""Places verified boxes on devices. A CPU device's own memory is made before the read, which fills it."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def _allocation(wanted: tuple[tuple[tuple[int, ...], str], ...], sharding: jax.s
     from jax.experimental.buffer_callback import buffer_callback
 
     results = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in wanted]
-    # XLA gives a callback that works in place the memory of its results as it comes, and this one leaves it so.
+    # XLA passes uninitialised memory for the results to a callback that works in place; this one does not touch it.
     return jax.jit(buffer_callback(lambda context, out: None, results), out_shardings=sharding)
 
 
 def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
-    """The leaf from its proven blocks. Never references tier memory: the blocks are this restore's own.
+    """The leaf from its verified blocks. Never references tier memory: the blocks are this restore's own.
 
     On the CPU backend the array takes the memory of a block that one device wants as it is; of a block that several
     want, each gets a copy. On other backends the blocks are transferred (`Placer`), under any `jax.transfer_guard`:
@@ -129,8 +129,8 @@ def _local_devices(sharding: jax.sharding.Sharding) -> tuple[int, bool]:
 
 @lru_cache(maxsize=4096)
 def _copying_device(sharding: jax.sharding.Sharding) -> Any:
-    """A device of this process that copies what it is given, if all of them do; None otherwise: CPU devices take the
-    memory of a block as it is, and for other memory of the host that is not known."""
+    """A device of this process, if all of its devices copy the memory that they are given; None otherwise. CPU devices
+    take the memory of a block as it is, and for other kinds of host memory it is not known."""
     devices = list(sharding.addressable_devices)
     usual = sharding.memory_kind in (None, devices[0].default_memory().kind)
     return devices[0] if usual and all(device.platform != "cpu" for device in devices) else None
@@ -138,12 +138,11 @@ def _copying_device(sharding: jax.sharding.Sharding) -> Any:
 
 @final
 class Placer:
-    """Places leaves as they are proven, from any thread: transfers are dispatched for many leaves at once, and small
+    """Places leaves as they are verified, from any thread: transfers are dispatched for many leaves at once, and small
     leaves are placed many at a time.
 
-    Host memory: two batches of `BATCH_BYTES` whose transfers are under way, one that is being filled, and blocks that
-    wait to be used again (`Landing`); a larger leaf is a batch of its own. The leaves of the last batch are in `leaves`
-    after `finish`.
+    Host memory: two batches of `BATCH_BYTES` in transfer, one that is being filled, and blocks that wait to be used
+    again (`Landing`). A larger leaf is a batch of its own. The leaves of the last batch are in `leaves` after `finish`.
     """
 
     def __init__(self) -> None:
@@ -222,8 +221,9 @@ class Placer:
 
 
 def _made(batch: Sequence[_Leaf], load: Counter[Any]) -> dict[Key, Any]:
-    """Leaves wherever they belong. Small blocks that several accelerators want are bound by the number of calls: one
-    call sends such a block to all of them (8 devices: 30 microseconds a leaf, 380 through one of them)."""
+    """The leaves of a batch, on their devices. For small blocks that several accelerators want, the number of calls
+    decides the cost, so one call sends such a block to all of them. With 8 devices this takes 30 microseconds a leaf,
+    and 380 through one of them."""
     direct: _ByForm = {}
     relayed: list[_Leaf] = []
     for target, blocks in batch:
@@ -318,8 +318,8 @@ def _taken_over(shape: tuple[int, ...], sharding: jax.sharding.Sharding, blocks:
 
 
 def _alike(form: Form, sharding: jax.sharding.Sharding, several: Sequence[Mapping[Box, np.ndarray]]) -> list[Any]:
-    """Arrays of one form. The first one is made by JAX's public function, which takes 8 microseconds more than the
-    function of jaxlib to which it comes; the others are made like it, where jaxlib has that."""
+    """Arrays of one form. JAX's public function makes the first one. The function of jaxlib that it ends in makes the
+    others, if jaxlib has it: that saves 8 microseconds each."""
     first, *others = several
     array = _by_callback(form.shape, sharding, first)
     if (put := batched_device_put) is None or array.dtype != next(iter(first.values())).dtype:
@@ -350,8 +350,8 @@ def _like(form: Form, array: jax.Array) -> _Like:
 
 
 def _unaligned(several: Sequence[Mapping[Box, np.ndarray]]) -> Iterator[Mapping[Box, np.ndarray]]:
-    """Copies that no CPU device takes as they are: XLA copies what does not begin at 64 bytes. So each device gets
-    memory of its own, which it may donate."""
+    """Copies of the blocks that no CPU device takes as they are: XLA copies memory that is not aligned to 64 bytes. So
+    each device gets memory of its own, which it may donate."""
     sizes = [-(-block.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for blocks in several for block in blocks.values()]
     memory = empty_block((sum(sizes) + ALIGNMENT_BYTES,), np.dtype(np.uint8))
     at, ends = ALIGNMENT_BYTES // 8, iter(sizes)

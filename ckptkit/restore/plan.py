@@ -63,7 +63,7 @@ class BoxRead(NamedTuple):  # thousands are made: a dataclass takes four times a
 
     @property
     def dtype(self) -> np.dtype:
-        """Of its elements."""
+        """The dtype of its elements."""
         return np.dtype(self.sources[0][1][0][0].dtype)
 
 

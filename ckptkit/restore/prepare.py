@@ -41,7 +41,7 @@ class Prepared:
 
     @property
     def kept(self) -> frozenset[str]:
-        """The items whose leaves are kept after the read; leaves of others, which Orbax restores, are only proven."""
+        """The items whose leaves are kept after the read; leaves of others, which Orbax restores, are only verified."""
         return frozenset((*self.asked.trees, *self.files))
 
     @property
@@ -59,7 +59,7 @@ class Preparer:
         self._coordinator = coordinator
 
     def prepared(self, candidate: Candidate, holdings: Holdings, wanted: RestoreRequest) -> Prepared:
-        """How to have a candidate from `holdings`.
+        """How to restore a candidate from `holdings`.
 
         Raises `CorruptCheckpointError` where they do not cover it or cannot give what is asked
         (`UnsuitedSaveError`), `TreeMismatchError` where it is another tree.
@@ -70,7 +70,7 @@ class Preparer:
         return self.prepare(candidate.save_id, holdings, asked)
 
     def prepare(self, save_id: SaveId, holdings: Holdings, asked: SortedRequest) -> Prepared:
-        """The same for what was sorted out already."""
+        """The same as `prepared`, for a request that is sorted already."""
         with collection_paused():
             files = {
                 item: stored_files(holdings.manifests, item)
@@ -109,7 +109,7 @@ class Preparer:
         asked: SortedRequest,
         files: Mapping[str, StoredFiles] = MappingProxyType({}),
     ) -> dict[str, TreeAnswer]:
-        """How each tree is given back. One that Orbax is to give back is read and proven as it was saved."""
+        """How each tree is given back. A tree that Orbax will give back is read and verified as it was saved."""
         proven_only = dict.fromkeys(name for name in asked.orbax if any(name in m.arrays for m in manifests))
         answers = {
             item: tree_answer(arg, manifests, item, step=save_id.step, where=self._where)
@@ -173,7 +173,7 @@ def only_by_orbax(asked: SortedRequest) -> str:
 
 
 def _warn_of_narrowing(save_id: SaveId, targets: Sequence[Target]) -> None:
-    """One warning where JAX makes 32-bit arrays of 64-bit ones that were saved, as stock Orbax lets it."""
+    """Logs one warning if JAX makes 32-bit arrays of saved 64-bit ones. Stock Orbax allows this too."""
     forms = {form.dtype: form for _, form in targets if form.sharding is not None}
     narrowed = [dtype for dtype in forms if canonicalize_dtype(dtype) != np.dtype(dtype)]
     if narrowed:

@@ -1,4 +1,4 @@
-"""Reads what a plan names: every box proven, into host memory of the restore's own, on several threads."""
+"""Reads and verifies the boxes of a plan, on several threads, into host memory of the restore's own."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ckptkit.util.sharing import SMALL_BYTES, copy_threads, share_work
 
 _HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _REMOTE_READS = 8  # at a time: each waits for a store's answer
-# Leaves up to it share one block of fresh memory, which goes when the last of them goes. First touch of 64 MB takes 26
-# ms of processor time in blocks of 16 KB, 8 in huge pages, and a block has to have several of these.
+# Leaves up to this size share one block of fresh memory, which is freed with the last of them. First touch of 64 MB
+# takes 26 ms of processor time in blocks of 16 KB, and 8 ms in huge pages. A block has to have several huge pages.
 _BLOCK_BYTES = 16 << 20
-_ANNOUNCED_BLOCK_BYTES = 1 << 20  # a block is whole when the last of its leaves has come: not long after the first
-_OWN_BYTES = 1 << 20  # a leaf of it has a block of its own
+_ANNOUNCED_BLOCK_BYTES = 1 << 20  # so that the last leaf of a block is fetched soon after the first
+_OWN_BYTES = 1 << 20  # a leaf of this size has a block of its own
 _PARTS_MAX = 16  # of a large box, for as many threads
 
 
@@ -37,7 +37,7 @@ Fresh = Callable[[int], np.ndarray]  # so many bytes of memory
 
 
 class BoxReader(Protocol):
-    """Reads a part of one stored box, proven, into host memory of the caller's."""
+    """Reads a part of one stored box into the caller's host memory, and verifies it."""
 
     def __call__(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Raises `CorruptCheckpointError` where the bytes do not match their digest."""
@@ -49,7 +49,7 @@ class RunReader(Protocol):
     """A `BoxReader` that also reads many whole boxes at once."""
 
     def read_run(self, boxes: Sequence[tuple[LeafRecord, BoxRecord]], fresh: Fresh) -> list[np.ndarray | None]:
-        """Each box, of one cell, proven, in memory from `fresh`; None for one that it does not give this way."""
+        """Each box, verified, in memory from `fresh`; None for one that cannot be read this way. Each has one cell."""
         ...
 
 
@@ -73,24 +73,23 @@ def execute(
     announced: frozenset[int] = frozenset(),
     counted: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, int]:
-    """Reads and proves every box of the plan into host memory; returns the bytes read by tier.
+    """Reads and verifies every box of the plan into host memory; returns the bytes read by tier.
 
     `proven(key, blocks)` is called for each leaf as soon as all of its boxes are read, on the thread that read the last
     one, while others are still being read. If a box is damaged, or a process does not answer, the box is read from the
     next source of the same save (`rejected` is called). The error of the last source is raised.
 
-    `counted` is told of bytes as they are read, from several threads. `announced` are the sources that have been told
-    what will be read and fetch it meanwhile, in reading order.
+    `counted` is called with the number of bytes as they are read, from several threads. `announced` are the sources
+    that know what will be read, and fetch it meanwhile in reading order.
 
-    Cost: a copy at memory speed, and 10 microseconds per leaf. `make_block` gives the memory of leaves from 1 MiB on;
-    smaller ones share blocks, unless they come from afar; of those, small ones that were announced share blocks of 1
-    MiB.
+    Cost: a copy at memory speed, and 10 microseconds per leaf. `make_block` gives the memory of leaves from 1 MiB on.
+    Smaller leaves share blocks. From a remote source, only announced ones do, in blocks of 1 MiB.
     """
     _check(plan.reads)
     reading = _Reading(plan, readers, rejected, proven, make_block, counted)
     waits = plan.waits
     leaves = _by_leaf(plan.reads)
-    # One thread reads what is small and has not to be waited for: several are slower, they wait for the interpreter.
+    # One thread reads small leaves that are at hand: several threads are slower, they wait for the interpreter.
     at_hand = announced | {source for source, remote in enumerate(plan.remote) if not remote}
     all_at_hand = len(at_hand) == len(plan.remote)
     small: list[_Leaf] = []
@@ -128,7 +127,7 @@ def execute(
         try:
             unit.read()
         except BaseException:
-            waiting.clear()  # nobody needs the others any more
+            waiting.clear()  # the other units are not needed any more
             raise
 
     with collection_paused() if plan.is_brief else nullcontext():
@@ -204,7 +203,7 @@ class _Reading:
         self.read_bytes: dict[str, int] = {}
 
     def each_box(self, leaves: Sequence[_Leaf]) -> list[_Unit]:
-        """A unit for each box, in the order that was announced to those who read ahead."""
+        """A unit for each box, in the order that was announced to the sources that read ahead."""
         shared = {leaf.key: _Shared(leaf.key, len(leaf.reads)) for leaf in leaves}
         return [
             _Unit(read.nbytes, partial(self._read_part, read, read.wanted, shared[read.key]))
@@ -252,8 +251,8 @@ class _Reading:
             self._count(read_bytes)
 
     def _in_runs(self, reads: Sequence[BoxRead], fresh: Fresh) -> tuple[list[np.ndarray | None], dict[str, int]]:
-        """The boxes that their first source gives together and proven, None for the others, which are read alone: that
-        tells why. And their bytes by tier."""
+        """The boxes that their first source gives together and verified, with their bytes by tier. None for the others:
+        they are read alone, and that read reports the reason."""
         by_source: dict[int, tuple[list[int], list[tuple[LeafRecord, BoxRecord]]]] = {}
         for at, read in enumerate(reads):
             source, records = read.sources[0]
@@ -319,7 +318,7 @@ class _Reading:
     def _read(self, box_read: BoxRead, wanted: Box, into: np.ndarray) -> str:
         """Fills `into` from the first source that verifies; returns its tier.
 
-        Where none does, one that did not answer is the reason: it may have it whole.
+        If none verifies, the error of a process that did not answer is raised first: its copy may be intact.
         """
         unreachable: PeerUnreachableError | None = None
         for index, records in box_read.sources:
@@ -346,7 +345,7 @@ class _Reading:
 
 
 def _check(reads: Sequence[BoxRead]) -> None:
-    """Nothing is allocated for what cannot be: raises `CorruptCheckpointError`."""
+    """Raises `CorruptCheckpointError` for impossible boxes, before anything is allocated for them."""
     for read in reads:
         if () in [records for _, records in read.sources]:
             raise CorruptCheckpointError(f"leaf {read.key} has no box of the shape {read.wanted.shape}")

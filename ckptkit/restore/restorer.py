@@ -1,4 +1,4 @@
-"""The life of a restore: gather, rank, plan, read and prove, vote; the next candidate when the vote fails."""
+"""The life of a restore: gather, rank, plan, read and verify, vote; the next candidate when the vote fails."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ class Restorer:
     ) -> Restored:
         """Restores the newest save that every process can read and that verifies completely (`step`: only that one).
 
-        `about` names the restore: it differs for each, and is the same on every process. `caller` launches
-        collectives, where this is not the thread that may.
+        `about` names the restore: it is unique, and the same on every process. `caller` launches collectives if the
+        current thread must not.
 
         Raises `StepNotFoundError` without a candidate, `NoRestorableStepError` if all were rejected. A tree mismatch, a
         missing permission and a tier that cannot be reached raise at once and never fall back.
@@ -227,7 +227,7 @@ class Restorer:
         """The saves in this host's fast tiers, newest first, each with the reason why they alone do not suffice, or
         None.
 
-        Looked into until one can be had: those behind it are rarely asked for, and then refused when they are tried.
+        Examines saves until one can be restored. Older ones are rarely needed: they are examined when they are tried.
         """
         report = []
         for save in sorted(local, reverse=True):
@@ -243,7 +243,7 @@ class Restorer:
         return report
 
     def _prepare_fast(self, save: LocalSave, wanted: RestoreRequest) -> Prepared | Reason | None:
-        """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
+        """How to restore `save` from this host's fast tiers alone, or why it cannot be; None: raised when tried."""
         try:
             holdings = self._inventory.local.holdings(save)
             if not holdings.manifests:
@@ -267,8 +267,8 @@ class Restorer:
     ) -> Restored | Reason:
         """The restored items, or why the processes together reject this candidate.
 
-        Two verdicts: that everybody has a source for all that it wants, before anything is read, and that all of it
-        proved whole, before anything is given back.
+        The processes agree twice. Before anything is read: each one has a source for all boxes that it wants. Before
+        anything is given back: each one has verified all of them.
         """
         save_id = candidate.save_id
         self._reading.damaged.clear()
@@ -317,14 +317,14 @@ class Restorer:
         return act_together(self._coordinator, channel, act)
 
     def _search(self, candidate: Candidate, own: Holdings, wanted: RestoreRequest) -> SourceSearch:
-        """The sources of the save's boxes; process 0 tells which shares the others hold."""
+        """The sources of the save's boxes; process 0 reports which shares the others hold."""
         save_id, client, peers = candidate.save_id, self._inventory.client, None
         if client is not None and candidate.fast:
 
-            def told() -> list[Any]:
+            def shares() -> list[Any]:
                 return [writers_of(self._reports, save_id), to_runs(holders_of(self._reports, save_id))]
 
-            count, runs = self._coordinator.ask_process_0("holders", told)
+            count, runs = self._coordinator.ask_process_0("holders", shares)
             peers = PeerShares(
                 client=client,
                 process=(self._coordinator.process, self._coordinator.count),
@@ -338,7 +338,7 @@ class Restorer:
     def _plan(
         self, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest, why: Why = "uncovered"
     ) -> Prepared | None:
-        """Reaches until every wanted box has a source; None: stock Orbax restores it. Reads nothing but manifests."""
+        """Searches until every wanted box has a source; None: stock Orbax restores it. Reads only manifests."""
 
         def prepare(holdings: Holdings) -> Prepared:
             return prepared or self._preparer.prepared(search.candidate, holdings, wanted)
@@ -382,7 +382,7 @@ class Restorer:
         )
 
     def _said(self, choice: BroadcastChoice) -> dict[str, Any]:
-        """Of several processes, whether replicas read for each other, and why."""
+        """Fields of the event: whether replicas read for each other, and why. Empty for one process."""
         if self._coordinator.count == 1:
             return {}
         _log.debug("restore, broadcast: %s: %s", "yes" if choice.broadcast else "no", choice.why)
@@ -390,18 +390,18 @@ class Restorer:
 
 
 def _candidate(entry: Mapping[str, Any]) -> Candidate:
-    """A candidate as process 0 tells it."""
+    """A candidate as process 0 sends it."""
     reasons = {name: Reason.of_json(entry[name]) for name in ("refusal", "uncommitted")}
     return Candidate(**{**entry, **reasons, "save_id": SaveId.from_list(entry["save_id"])})
 
 
 def _unknown(step: int) -> SaveId:
-    """Of a durable step whose damaged sidecars do not tell which save it is."""
+    """A placeholder for the id of a durable step whose damaged sidecars do not show which save it is."""
     return SaveId(0, step, 0)
 
 
 def _lacks_item(candidate: Candidate, reason: str, *, is_newest: bool) -> str:
-    """Nothing is wrong with the save: an older one in its place would cost the steps between them."""
+    """The message for an item that an intact save lacks: to restore an older save instead would cost steps."""
     if not is_newest:
         return reason
     return (
@@ -411,7 +411,7 @@ def _lacks_item(candidate: Candidate, reason: str, *, is_newest: bool) -> str:
 
 
 def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rejection]:
-    """The steps above a save whose damaged sidecars do not tell their age: they are tried after all others."""
+    """The steps above a save whose damaged sidecars do not show their age: they are tried after all others."""
     why = Reason.of(CorruptCheckpointError("its sidecars are damaged: which save it is cannot be read"))
     unknown = [each for each in candidates if each.save_id == _unknown(each.save_id.step)]
     return [
@@ -422,8 +422,8 @@ def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rej
 
 
 def _array_bytes(items: Any) -> int:
-    """Bytes of all arrays of a tree. JAX works the size of an array out each time: here once for those that share what
-    it is worked out from."""
+    """Bytes of all arrays of a tree. JAX computes the size of an array at each request; this computes it once for
+    all arrays with the same `aval`."""
     total, known = 0, dict[int, tuple[Any, int]]()  # by the `id` of an array's `aval`, which is kept with it
     for leaf in jax.tree.leaves(items):
         aval = getattr(leaf, "aval", None)

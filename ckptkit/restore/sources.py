@@ -20,7 +20,7 @@ from ckptkit.restore.plan import Candidate, Source
 _T = TypeVar("_T")
 _TRIED_MAX = 3  # holders of one share
 
-Why = Literal["uncovered", "damaged"]  # a wanted box has no source yet; or one had sources, and none proved whole
+Why = Literal["uncovered", "damaged"]  # a wanted box has no source yet; or it is damaged in all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class PeerShares:
 
 @final
 class SourceSearch:
-    """The sources of one candidate, more of them each time that those so far were not enough.
+    """Finds the sources of one candidate, and further ones each time that those so far are not enough.
 
     `own` are this host's; `peers` None where other processes' tiers are not read. `open_durable` returns a reader of
     the durable step.
@@ -150,7 +150,7 @@ class SourceSearch:
         ]
 
     def _ask(self, peers: PeerShares, share: int) -> tuple[Manifest, list[tuple[Source, Any]]] | None:
-        """The share of as many holders as answer, up to a few: the next one is asked for what one has damaged."""
+        """The share from each holder that answers, up to a few: a box that is damaged at one is read from the next."""
         found: list[tuple[Source, Any]] = []
         manifest = None
         client, save_id = peers.client, self.candidate.save_id

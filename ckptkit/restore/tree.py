@@ -1,4 +1,4 @@
-"""Both ends of a restore: the tree that is asked for against the stored one, and proven boxes onto devices."""
+"""Both ends of a restore: compares the requested tree with the stored one, and places verified boxes on devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptkit.snapshot.empty_nodes import Empty
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Form:
-    """The common part of leaves, and where they go (`sharding` None: host memory). A state of thousands has few."""
+    """The properties that leaves share, and their place (`sharding` None: host memory). A large state has few forms."""
 
     kind: LeafKind
     shape: tuple[int, ...]  # of the stored array: for typed keys, of the key data
@@ -40,7 +40,7 @@ class Form:
 
 
 class Target(NamedTuple):
-    """One leaf that is wanted."""
+    """One leaf that is to be restored."""
 
     key: Key
     form: Form
@@ -133,7 +133,7 @@ def sharding_of_keys(sharding: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _form(leaf: Any, record: LeafRecord, process: int, forms: dict[Any, Form]) -> Form:
-    """The form of a stored leaf that is wanted as `leaf`; one of `forms` where that is alike."""
+    """The form of a stored leaf that is wanted as `leaf`; an equal one of `forms` is used again."""
     impl = record.extra.get("key_impl")
     kind: LeafKind = "jax"
     sharding = None

@@ -62,7 +62,7 @@ class DurableRetry:
 
         Then raises its error.
 
-        `durable` tells on process 0 whether the step exists although a process has reported an error. In a pause
+        `durable` reports on process 0 whether the step exists although a process has reported an error. In a pause
         nothing is run and `StoreError` is raised, unless the save is `forced` or not `repeatable` (already begun).
         `name` is that of the save's barriers.
         """
@@ -106,9 +106,9 @@ class DurableRetry:
         def know() -> list[float]:
             return [self._failed_in_row, self._paused_until_s - clock.monotonic_s()]
 
-        told = yield Ask("durable-pause", name, know)
-        self._failed_in_row = int(told[0])
-        return float(told[1])
+        failed_in_row, left_s = yield Ask("durable-pause", name, know)
+        self._failed_in_row = int(failed_in_row)
+        return float(left_s)
 
     def _succeeded(self, step: int, verdict: dict[str, Any]) -> None:
         if self._failing_from_s is not None:
@@ -116,7 +116,7 @@ class DurableRetry:
             self._events.emit(Kind.RECOVERED, step=step, tier=DURABLE, failures=self._failed_in_row, failed_s=failed_s)
         self._failing_from_s = None
         self._failed_in_row = self._failed_tries = 0
-        if "reason" in verdict:  # the step is there, and what was to be deleted after it perhaps too
+        if "reason" in verdict:  # the step is committed; steps that were to be deleted after it may still exist
             reason = f"step {step} is committed, and then: {verdict['name']}: {verdict['reason']}"
             self._events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason)
 

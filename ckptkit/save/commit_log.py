@@ -1,8 +1,8 @@
 """Process 0's decisions: the commits of a run in order, which every process records from the same source.
 
 Process 0 appends a commit while it decides a vote. Every verdict carries the commits since the oldest that some
-process has not booked yet. So a process that missed a verdict learns it with the next one that it receives, whatever
-that is about, and the books of all processes are equal after it. Every verdict also carries how far process 0 has come
+process has not booked yet. So a process that missed a verdict learns of its commits from the next verdict of any kind,
+and the books of all processes are equal after that. Every verdict also carries how far process 0 has come
 in each tier: up to there, a save that is not committed never will be.
 """
 
@@ -72,12 +72,12 @@ class CommitLog:
 
     def news(self, states: Iterable[Sequence[Any] | None]) -> dict[str, Any]:
         """The changes that processes with these states have missed. A process that did not report (None) may have
-        missed the last few changes. If it has missed more, it cannot tell from this, and reports next time."""
+        missed the last few changes. If it has missed more, this is not enough for it, and it reports next time."""
         with self._lock:
-            told = list(states)
-            known = [state for state in told if state is not None]
+            reported = list(states)
+            known = [state for state in reported if state is not None]
             behind = self._number - min((state[0] for state in known), default=self._number)
-            if len(known) < len(told) or not told:
+            if len(known) < len(reported) or not reported:
                 behind = min(max(behind, _LIKELY), len(self._changes))
             lost = behind > len(self._changes)
             ancestry = self._ledger.ancestry
@@ -121,7 +121,7 @@ class CommitLog:
         self._number += 1
         if not held:
             self._ledger.drop(tier, [save_id])
-        elif tier != MEMORY:  # staging memory holds a save for the tiers that follow, and is none itself
+        elif tier != MEMORY:  # staging memory holds a save for the tiers that follow; it is not a tier
             self._ledger.commit(save_id, tier)
             self._booked(save_id, tier)
 

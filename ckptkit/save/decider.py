@@ -47,16 +47,16 @@ class _ShouldSaveFunction:
 class _Continuous:
     """Orbax's `ContinuousCheckpointingPolicy` for one process that is asked for all.
 
-    In Orbax's own, the primary process tells the others; here they are not asked. It also counts an operation on each
-    process, and Orbax's saves wait for each other by that number.
+    In Orbax's own, the primary process sends its decision to the others; here they are not asked. Orbax's also counts
+    an operation on each process, and Orbax's saves wait for each other by that number.
     """
 
     def __init__(self, policy: policies.ContinuousCheckpointingPolicy):
         self._least_s = policy.minimum_interval_secs or 0
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Whether no save is in flight, and long enough has passed since the last one, or its time is in the future:
-        a clock that was set back delays no save by more than the interval."""
+        """Whether no save is in flight, and the interval since the last one has passed. It counts as passed if the time
+        of the last one is in the future, so that a clock that was set back delays no save by more than the interval."""
         if context.is_saving_in_progress:
             return False
         if not self._least_s or not previous_steps:
@@ -87,7 +87,7 @@ class Decider:
         if not self._alone:
             self._policy = _asked_by_one(self._policy)
         self._last: int | None = None
-        self._base: int | None = None  # the step from which the run goes on, until it saves
+        self._base: int | None = None  # the step from which the run continues, until it saves
         self._durable_owed = False
         self._by_clock = any(isinstance(tier.save, TierClockPolicy) for tier in tiers)
         self._taken_s: dict[str, float] = {}  # by tier, when it last took a step, or one was restored; monotonic
@@ -95,8 +95,8 @@ class Decider:
 
     @contextmanager
     def asked_in(self, call: str) -> Iterator[None]:
-        """The questions in the block are those of this call, which all processes name alike. Those after it are again
-        of the call before: a signal handler may save in the middle of a save."""
+        """The questions in the block belong to this call, which has the same name on all processes. Later questions
+        belong to the call before again: a signal handler may save in the middle of a save."""
         before = self._coordinator.about
         self._coordinator.begin(call)
         try:
@@ -105,7 +105,7 @@ class Decider:
             self._coordinator.begin(before)
 
     def refill(self, durable_steps: Iterable[StepInfo | int]) -> None:
-        """The durable tier was looked at afresh: it holds these, in the order in which they were saved."""
+        """The durable tier was read again: it holds these, in the order in which they were saved."""
         infos = [StepInfo(each) if isinstance(each, int) else each for each in durable_steps]
         self._durable = [info for info in infos if self._base is None or info.step <= self._base]
         self._last = self._base
@@ -123,7 +123,7 @@ class Decider:
             self.forget(step)
 
     def continue_from(self, step: int) -> None:
-        """The run goes on from `step`: later ones, of an abandoned branch, do not count any more.
+        """The run continues from `step`: later steps, of an abandoned branch, do not count any more.
 
         A restart may take a step from a fast tier that was due in the durable tier but is not there (the process died
         in the upload). Then the next save is durable too. So the loss of a host costs at most one interval.
@@ -138,7 +138,7 @@ class Decider:
         self._durable_owed = any(self._durable_due(each, False, False) for each in range(behind_from, step + 1))
 
     def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
-        """The reason why no tier can take `step`, whatever its policy is; None if the policies decide.
+        """The reason why no tier can take `step` under any policy; None if the policies decide.
 
         The step that was taken last counts more than `last`.
         """
@@ -174,7 +174,7 @@ class Decider:
         self._last, self._base = step, None
         self._taken_s |= {name: clock.monotonic_s() for name in due}
         if DURABLE in due:
-            # The same on every process, whatever each has pruned: policies look at the last few.
+            # The same on every process, even if each has pruned other steps: policies look at the last few.
             self._durable = [*self._durable[1 - _REMEMBERED_STEPS :], StepInfo(step, metrics=metrics)]
             self._durable_owed = False
 

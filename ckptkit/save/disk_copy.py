@@ -106,7 +106,7 @@ class DiskCopy:
                 for start, stop in self._changed_runs(piece):
                     self._arena.write(slot, self._source.memory[start:stop], start)
             except BaseException:
-                self.abandon()  # the other writers must not wait for what nobody needs any more
+                self.abandon()  # the other writers must not wait: the copy is of no use any more
                 raise
 
     def _next(self) -> int | None:

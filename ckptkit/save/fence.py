@@ -36,7 +36,7 @@ class EpochFence:
         which the save is committed.
 
         Raises `CheckpointError` where another run has it. A root that cannot be reached degrades the durable tier:
-        it is tried again with the next save, and training goes on. The save is committed to fast tiers then, and its
+        it is tried again with the next save, and training continues. The save is committed to fast tiers then, and its
         identity names the record that it follows: a restart takes it if no other run has begun since.
         """
         if self._coordinator.process != 0:

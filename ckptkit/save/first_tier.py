@@ -70,8 +70,8 @@ class FirstWork(TierWork):
         def identity() -> list[Any]:
             return self._sealer.claim.claim(own).to_list()
 
-        told = yield Ask("identity", self.save.name, identity, self._branch.order)
-        save_id = SaveId.from_list(told)
+        decided = yield Ask("identity", self.save.name, identity, self._branch.order)
+        save_id = SaveId.from_list(decided)
         self._identified = True
         self._branch.adopt(save_id)
         self._branch.ledger.identify(own, save_id)
@@ -96,11 +96,11 @@ class FirstWork(TierWork):
 
         digests = None if refusal is not None else self.digests
         try:
-            told = yield from self._replicas.compare_before_commit(self.save.name, self._compared(digests), digests)
+            verdict = yield from self._replicas.compare_before_commit(self.save.name, self._compared(digests), digests)
         except CheckpointError as error:
             return refusal or Refusal(policy="veto", reason=describe(error))
-        self._found = told["found"]
-        why = told["refusal"]
+        self._found = verdict["found"]
+        why = verdict["refusal"]
         return refusal or (why and Refusal(policy=why[0], reason=why[1]))
 
     def _compared(self, digests: Mapping[int, Digests] | None) -> dict[str, Any] | None:

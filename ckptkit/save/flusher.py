@@ -146,7 +146,7 @@ class Flusher:
                 begun.leave_out()
 
     def end(self, save: Save) -> None:
-        """The save was sent on, or dropped: the disk is free for the next one."""
+        """The save was passed on, or dropped: the disk is free for the next one."""
         with self._disk_lock:
             if self._disk_promised_to == save.name:
                 self._disk_promised_to = None
@@ -190,7 +190,7 @@ class Flusher:
     # In the disk thread.
 
     def _flush_to_disk(self, save: Save, slot: Slot, begun: DiskFlush, disk: Arena) -> SaveProtocol:
-        """Copies, waits for the save's fate, commits, votes: a copy for nothing was never a committed slot."""
+        """Copies, waits for the decision about the save, commits, votes. A dropped copy was never a committed slot."""
         self._outcomes.phase(save.save_id, "begun", SSD)
         copied, failure, refusal = None, None, None
         try:
@@ -236,9 +236,9 @@ class Flusher:
             self._tiers.staging.release(slot)
 
     def _write(self, save: Save, slot: Slot, sealed: SealedSave, about: str) -> SaveProtocol:
-        """One try. `about` names its barriers, on every process alike."""
+        """One try. `about` names its barriers; it is the same on every process."""
         save_id = save.save_id
-        # The fence waits for the root's answer, and the items for nobody.
+        # The fence waits for the root's answer; meanwhile the items are written without a wait for other processes.
         arrays = yield SideBySide(self._claim.fence(save_id, about), lambda: self._array_items(save, slot, sealed))
         yield Do(
             "write durably",

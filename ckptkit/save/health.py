@@ -18,8 +18,8 @@ _QUIET_S = 60.0  # between two log lines of one kind
 
 @final
 class FirstOfMany:
-    """Admits the first of many alike, and then one in a while. Several threads at once may each have one admitted: a
-    lock could be held where a signal handler interrupts."""
+    """Admits the first of many events with one key, and then one in a while. It uses no lock, because a signal handler
+    may interrupt the thread that holds one. So several threads at once may each have an event admitted."""
 
     def __init__(self, quiet_s: float = _QUIET_S):
         self._quiet_s = quiet_s
@@ -68,7 +68,7 @@ class SaveHealth:
             self._note(save_id, tier, gone=gone)
 
     def losing(self, save_id: SaveId, tier: str, *, gone: bool) -> None:
-        """Process 0 is about to announce such a loss: the same message has what `overdue` finds with it."""
+        """Process 0 is about to announce such a loss: the same message also has the result of `overdue`."""
         with self._lock:
             self._note(save_id, tier, gone=gone)
 
@@ -82,7 +82,7 @@ class SaveHealth:
     def overdue(self) -> str | None:
         """On process 0: why the next `save` is to raise; None where it is not.
 
-        Begins to count anew: a loop that goes on after the error has as much time again.
+        Begins to count anew: a loop that continues after the error has as much time again.
         """
         with self._lock:
             return self._overdue(self._policy.skipped_max)

@@ -24,10 +24,10 @@ FAILURES_MAX = 100  # how many failed saves are remembered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One save: its state and the tiers that hold it whole.
+    """One save: its state and the tiers that hold it completely.
 
     `held_bytes` is what this process holds of it (None: written by an earlier run), `verified_s` when its digests
-    were last proven or made here (wall clock; None: not by this run).
+    were last verified or made here (wall clock; None: not by this run).
     """
 
     step: int
@@ -67,7 +67,7 @@ class Ledger:
             self._failed.pop(save_id, None)
 
     def hold(self, save_id: SaveId, tier: str, held_bytes: int) -> None:
-        """This process has just proven its part of a save that `tier` holds; nothing where it is not booked."""
+        """This process has just verified its part of a save that `tier` holds; ignored if it is not booked there."""
         with self._lock:
             record = self._records.get(save_id)
             if record is not None and tier in record.tiers and tier != PEER:
@@ -101,13 +101,13 @@ class Ledger:
             self._rejected |= found | {each for each in self._records if each.step in unidentified}
 
     def verified(self, save_id: SaveId) -> None:
-        """Every cell that this process needs of the save was proven just now."""
+        """Every cell that this process needs of the save was verified just now."""
         with self._lock:
             if save_id in self._records:
                 self._records[save_id] = replace(self._records[save_id], verified_s=clock.wall_s())
 
     def fail(self, save_id: SaveId, *, remembered: bool = True) -> None:
-        """A save is over and no tier holds it: it is not a step any more, older ones are. `failed` returns it if it is
+        """A save is over and no tier holds it: it does not count as a step any more. `failed` returns it if it is
         `remembered`."""
         with self._lock:
             record = self._records.get(save_id)
@@ -133,7 +133,7 @@ class Ledger:
                 self._restored = None if self._restored == save_id else self._restored
 
     def refill(self, held: Mapping[SaveId, Iterable[str]]) -> None:
-        """The tiers were looked at afresh: they hold `held` and no more, ascending; what is under way comes after."""
+        """The tiers were read again: they hold `held` and no more, ascending. Saves in flight come after those."""
         with self._lock:
             records: dict[SaveId, StepRecord] = {}
             for save_id in sorted(held):
@@ -256,6 +256,7 @@ class Branch:
         self._epoch = epoch
         self._number = 0
         self._has_saved = False
+        self._found = ledger.newest_save()  # at the start
         self._base: SaveId | None = None
         self._names: dict[str, int] = {}  # of calls of `save`, numbered
         self._entered = 0
@@ -270,7 +271,7 @@ class Branch:
         return self._base
 
     def continue_from(self, save_id: SaveId) -> None:
-        """The run goes on from `save_id`: the next save is a rollback, where that is not the newest one."""
+        """The run continues from `save_id`: the next save is a rollback if that is not the newest one."""
         self.ledger.continue_from(save_id)
         self._base = save_id
         self._line += 1
@@ -306,7 +307,7 @@ class Branch:
         return [record for record in records if record.save_id <= self._base]
 
     def enter(self, step: int, call: str = "save") -> str:
-        """The name of a call for `step`, before anything can raise in it: all processes count it alike."""
+        """The name of a call for `step`, before anything can raise in it, so that all processes count it."""
         name = f"{self._line}.{step}.{self._calls.setdefault(call, Calls()).enter(step)}"
         if call == "save":
             self._entered += 1
@@ -358,11 +359,13 @@ class Branch:
 
     def _begin_epoch(self) -> None:
         """The first save after a start or a rollback begins an epoch, and abandons what was above its base. A run that
-        restored nothing continues from the newest save that it lists: hosts that are away may hold newer ones."""
+        restored nothing continues from the newest save that it has listed, also where it has deleted that one: hosts
+        that are away may hold newer ones."""
         if self._has_saved and self._base in (None, self._ledger.newest_save()):
             self._base = None  # it is not a rollback: the saves that follow abandon nothing
             return
-        base, epoch = self._base or self._ledger.newest_save(), self._epoch + self._has_saved
+        listed = [each for each in (self._found, self._ledger.newest_save()) if each is not None]
+        base, epoch = self._base or max(listed, default=None), self._epoch + self._has_saved
         ancestry = self._ledger.ancestry.begin(epoch, base, self._run, self._ledger.stock_steps())
         self._epoch, self._has_saved, self._base, self._ledger.ancestry = epoch, True, None, ancestry
 

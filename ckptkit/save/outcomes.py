@@ -55,8 +55,8 @@ class Outcomes:
     def refused(self, save: Save, tier: str, error: Exception) -> Refusal:
         """Why this process refuses a save, for the vote: an act for it raised `error`, which is reported here.
 
-        A tier without room is degraded, and a durable save that needed it fails. So is the tier of copies on other
-        hosts, whatever the error: the ramdisk has the step. Any other error fails the save.
+        A tier without room is degraded, and a durable save that needed it fails. The tier of copies on other hosts is
+        degraded by any `CheckpointError`, because the ramdisk has the step. Any other error fails the save.
         """
         if isinstance(error, StoreFullError) or (tier == PEER and isinstance(error, CheckpointError)):
             self.no_room(save.save_id, tier, error, save.due if tier == self._tiers.staging_name else frozenset())
@@ -81,8 +81,8 @@ class Outcomes:
         self._events.emit(Kind.PHASE, step=save_id.step, tier=tier, phase=phase)
 
     def committed(self, save: Save, tier: str, arena: Arena | None, unwritten: Mapping[str, int] | None = None) -> None:
-        """All processes hold the save in `tier`, which the log has booked. `unwritten`: fields about the bytes that
-        were there already."""
+        """All processes hold the save in `tier`, and the log has recorded it. `unwritten`: fields about bytes that
+        were not written because they were there already."""
         if tier == MEMORY:
             return
         self._ledger.hold(save.save_id, tier, save.description.held_bytes)
@@ -98,7 +98,7 @@ class Outcomes:
         )
 
     def committed_by_orbax(self, save_id: SaveId, began_s: float) -> None:
-        """Orbax has committed a save that it wrote itself; nothing of it was staged or proven."""
+        """Orbax has committed a save that it wrote itself; nothing of it was staged or verified."""
         self.under_way.end(save_id.step, DURABLE)
         duration_s = round(clock.monotonic_s() - began_s, 6)
         self._events.emit(Kind.COMMITTED, step=save_id.step, tier=DURABLE, bytes=0, duration_s=duration_s)
@@ -135,7 +135,7 @@ class Outcomes:
         self.under_way.end(save_id.step, None if tier == self._tiers.staging_name else tier)
 
     def degraded(self, step: int | None, tier: str, error: Exception) -> None:
-        """`tier` has no room, or cannot be used for now: training goes on with what is left."""
+        """`tier` has no room, or cannot be used for now: training continues with the other tiers."""
         reason = describe(error)
         self._events.emit(Kind.DEGRADED, step=step, tier=tier, reason=reason)
 
@@ -166,11 +166,11 @@ class Outcomes:
         _log.error("%s", error)
 
     def go_on(self) -> None:
-        """The run continues from a restored step: what stopped it is behind it."""
+        """The run continues from a restored step: an error that stopped it no longer counts."""
         self._stopped = None
 
     def raise_if_stopped(self) -> None:
-        """Raises what `stop` was given."""
+        """Raises the error that `stop` was given."""
         if self._stopped is not None:
             raise self._stopped.with_traceback(None)
 

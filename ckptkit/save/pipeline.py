@@ -172,7 +172,7 @@ class SavePipeline:
                 yield self._replicas.veto(name)
             yield Veto("commit", name, ballot, judge)
         except CheckpointError as failure:  # the others time out, and drop it then
-            _log.warning("save %s: the other processes could not be told of its error: %s", name, failure)
+            _log.warning("save %s: its error could not be sent to the other processes: %s", name, failure)
         if self._coordinator.process == 0:  # the others ask for it before they vote
             with suppress(CheckpointError):
                 yield Ask("identity", name, no_identity)
@@ -380,8 +380,10 @@ class SavePipeline:
             return values[0]["state"]
 
         value = {"state": self._branch.state(), "error": None}
-        told = yield from self.voting.agree("synchronise", about, value, decide, lambda each: each["error"] is not None)
-        self._branch.synchronise(told)
+        state = yield from self.voting.agree(
+            "synchronise", about, value, decide, lambda each: each["error"] is not None
+        )
+        self._branch.synchronise(state)
 
     def withdraw(self, about: str, error: BaseException) -> SaveProtocol:
         """This process raises in the call `about` before `synchronise`: the others raise at once. Raises nothing."""
@@ -396,7 +398,7 @@ class SavePipeline:
         try:
             yield Veto("synchronise", about, value, fail)
         except CheckpointError as failure:  # the others time out
-            _log.warning("%s: the other processes could not be told of its error: %s", about, failure)
+            _log.warning("%s: its error could not be sent to the other processes: %s", about, failure)
 
     @property
     def busy(self) -> bool:

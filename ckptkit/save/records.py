@@ -1,4 +1,4 @@
-"""A save that was taken, and where it goes: the records that the threads of the pipeline hand to each other."""
+"""A save that was taken, and its tiers: the records that the threads of the pipeline hand to each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptkit.util.notice import Notice, Promise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a save does not go on. `skip`: it came too early; `report`: a process raised what it knew of earlier losses;
+    """Why a save does not continue. `skip`: it came too early; `report`: a process raised an error for earlier losses;
     `wait`: it waited for its turn in vain; `veto`: a process could not do its part."""
 
     policy: Literal["skip", "report", "wait", "veto"]
@@ -57,7 +57,7 @@ class Loan:
         """While the caller's values are read. Raises `CheckpointError` if they were withdrawn before or meanwhile."""
         self._is_read = True
         try:
-            self.raise_if_withdrawn()  # after `_is_read`: whoever withdraws is seen here, or waits
+            self.raise_if_withdrawn()  # after `_is_read`: a thread that withdraws is seen here, or waits
             yield
             self.raise_if_withdrawn()
         finally:
@@ -67,8 +67,8 @@ class Loan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """One call of `save`: the name of its barriers, which every process counts alike, and what this process takes for
-    the save's identity. Process 0's identity holds (`Branch`)."""
+    """One call of `save`: the name of its barriers, which is the same on every process, and the identity of the save as
+    this process assumes it. Process 0's identity holds (`Branch`)."""
 
     name: str
     save_id: SaveId
@@ -83,7 +83,7 @@ class Save:
     items: SaveItems
     description: describe.Description
     due: frozenset[str]
-    forced: bool  # tried in the durable tier also while that is paused, on every process alike
+    forced: bool  # tried in the durable tier also while that is paused; the same on every process
     metrics: Any
     snapshot: Snapshot | None
     staged_s: float  # monotonic, when `save` returned to the step loop
@@ -133,7 +133,7 @@ class DiskFlush:
     decided: Promise[tuple[Save, SealedSave] | None] = field(default_factory=Promise)
 
     def leave_out(self) -> None:
-        """Ends the copy for nothing, unless the save goes on to the disk already."""
+        """Ends the copy without a save, unless the decision was made before."""
         if not self.decided.done():
             self.copy.abandon()
             self.decided.set_result(None)
@@ -155,7 +155,7 @@ class SealedSave:
         return self.text_for_name(slot.name)
 
     def text_for_name(self, slot: str) -> bytes:
-        """The same for a slot of that name, on whatever host."""
+        """The same for a slot of that name, on any host."""
         digests = (self.digests[number] for number in range(len(self.description.extents)))
         return self.description.text.to_bytes(self.save_id, self.writer, slot, digests, self.inline, custom=self.custom)
 
@@ -165,7 +165,7 @@ class SealedSave:
         return {cell: digest for cells, digests in numbered for cell, digest in zip(cells, digests, strict=True)}
 
     def manifest(self, slot: Slot) -> Manifest:
-        """The same as records, for a tier that has another layout."""
+        """The same content as a `Manifest`, for a tier that has another layout."""
         arrays = describe.with_digests(self.description, self.digests)
         return Manifest(
             save_id=self.save_id,
@@ -190,8 +190,8 @@ class PeerCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTargets:
-    """Where saves go: the staging arena (a fast tier's, or anonymous memory), other hosts, a slower arena, the durable
-    root."""
+    """The tiers of saves: the staging arena (a fast tier's, or anonymous memory), other hosts, a slower arena, the
+    durable root."""
 
     staging: Arena
     staging_name: str

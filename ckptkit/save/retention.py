@@ -17,7 +17,7 @@ _log = logging.getLogger("ckptkit")
 
 
 class Retention:
-    """Tells arenas which saves are protected, and which are released. Safe from several threads.
+    """Decides which saves the arenas protect, and which they release. Safe from several threads.
 
     Its decisions follow from the ledger: the saves that all processes have committed. So the newest such save is never
     released, and a save that is still being written, or whose verdict is unknown, is not touched. The same holds for
@@ -49,7 +49,7 @@ class Retention:
                 self._protect(name)
 
     def restored(self, save_id: SaveId) -> None:
-        """The run goes on from this save: it is kept wherever it is held."""
+        """The run continues from this save: it is kept wherever it is held."""
         with self._lock:
             self._copied = save_id
             for name, arena in self._arenas.items():
@@ -102,9 +102,9 @@ class Retention:
         return problems
 
     def _give_up(self, name: str, problems: list[tuple[str, Exception]]) -> bool:
-        """Forgets the saves that neither the tier's policy nor another reason keeps, and without a policy those that a
-        rollback of a run without a record abandoned: a restart would not know of it. False if no policy can decide
-        yet."""
+        """Forgets the saves that neither the tier's policy nor another reason keeps. False if no policy can decide yet:
+        then it forgets only saves that a rollback of a run without a record abandoned, because a restart would not know
+        of that rollback."""
         self._protect(name)
         kept, arena = self._kept(name), self._arenas[name]
         unrecorded = [save_id for save_id in arena.held() if save_id.after]
@@ -146,8 +146,8 @@ class Retention:
         changed = arena.resize(slots)
         self._protect(name)
         _log.info(
-            "tier %s: %d slots of %d bytes are %d bytes in this process: %d for steps that are kept (%s), "
-            "the others for those being written, read by slower tiers, or copied to other hosts",
+            "tier %s: %d slots of %d bytes are %d bytes in this process. %d slots are for steps that are kept (%s), "
+            "the others for steps that are being written, read by slower tiers, or copied to other hosts",
             name,
             slots,
             slot_bytes,

@@ -82,7 +82,7 @@ class SavesUnderWay:
 
 @final
 class StallWatch:
-    """Tells saves that are slow from saves that hang: `stalled` after `limit_s` without any progress."""
+    """Distinguishes saves that are slow from saves that hang: `stalled` after `limit_s` without any progress."""
 
     def __init__(self, under_way: SavesUnderWay, limit_s: float):
         self.limit_s = limit_s
@@ -99,7 +99,7 @@ class StallWatch:
         return now_s - self._since_s > self.limit_s
 
     def look(self) -> Deadline:
-        """Until when to wait before the next look."""
+        """The deadline of the wait before the next look."""
         return Deadline(min(_LOOK_S, self.limit_s))
 
 

@@ -1,4 +1,4 @@
-"""Reads what a surgery takes, and puts it together with what the new model brings."""
+"""Reads the leaves that a surgery takes, and combines them with those of the new model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
 from ckptkit.util.own_context import own_context
 from ckptkit.util.rounding import rounded
 
-_LOOK_S = 60.0  # for the listing that tells a root from a step
+_LOOK_S = 60.0  # for the listing that distinguishes a root from a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,7 +218,7 @@ def _leaf(keypath: Sequence[Any], value: Any) -> Leaf:
 def _moves(
     sources: Mapping[str, Leaf], targets: Mapping[str, Leaf], rules: Sequence[Rule], used: set[Rule]
 ) -> tuple[dict[str, list[str]], list[str], list[str]]:
-    """By target, the stored leaves that go there; those that are left out; what is wrong."""
+    """Stored leaves by target; stored leaves that are left out; messages about differences."""
     moves: dict[str, list[str]] = {}
     skipped: list[str] = []
     differences: list[str] = []
@@ -243,7 +243,7 @@ def _moves(
 def _scales_to_read_back(
     sources: Mapping[str, Leaf], targets: Mapping[str, Leaf], rules: Sequence[Rule]
 ) -> set[str | None]:
-    """The stored leaves with scales of weights that go to floats: they go nowhere themselves."""
+    """The stored leaves with the scales of weights that are read as floats: they have no target of their own."""
     found: set[str | None] = set()
     for name, leaf in sources.items():
         goal = _rule_of(name, rules)[1] if leaf.dtype in _NARROW else None
@@ -261,7 +261,7 @@ def _scale_of(name: str, rules: Sequence[Rule]) -> tuple[Quantize | None, str | 
 
 
 def _rule_of(name: str, rules: Sequence[Rule]) -> tuple[Rule | None, str | None]:
-    """The rule that decides about a stored leaf, and where it goes (None: nowhere)."""
+    """The rule that decides about a stored leaf, and its name in the new model (None: it is left out)."""
     for rule in rules:
         if isinstance(rule, Skip) and matches(rule.pattern, name):
             return rule, None

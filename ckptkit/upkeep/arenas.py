@@ -1,4 +1,4 @@
-"""The arenas of fast tiers on a host: whose they are, whether a process holds them, and the removal of dead jobs'."""
+"""The arenas of fast tiers on a host: their jobs, whether a process holds them, and the removal of dead jobs' ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ckptkit.util import clock
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaEntry:
     """One slot directory. `live`: a process holds its lock. `saves`: step, epoch and number of each manifest, newest
-    save last; `used_at_s`: when its newest manifest, or else a slot, was written (wall clock; None: never);
+    save last. `used_at_s`: when its newest manifest, or else a slot, was written (wall clock; None: never).
     `other_root`: the saves are of a root that was at the place of the given one before."""
 
     tier: str
@@ -63,7 +63,7 @@ class Cleaning:
 
     @property
     def freed_bytes(self) -> int:
-        """Of all that are removed."""
+        """Bytes of all slots and quarantines that are emptied."""
         return sum(each.stored_bytes + each.quarantine_bytes for each in self.removed)
 
     def to_json(self) -> dict[str, Any]:
@@ -121,9 +121,9 @@ def clean_arenas(
     """Frees the slots of ended jobs, and empties their quarantines; the empty directories stay.
 
     `job` (a directory's name), `root` and `idle_s` (seconds without a save) choose the jobs. Give at least one; all
-    that are given must hold. Only arenas of `host_id` are touched, and none of a job with a live process on this host:
-    the locks of all its directories are held while they are emptied, manifests first. A job that is to be started again
-    would find nothing here, and restore from a slower tier.
+    that are given must match. Only arenas of `host_id` are touched, but not those of a job with a live process on this
+    host. The locks of all directories of a job are held while they are emptied, manifests first. If such a job is
+    started again later, it restores from a slower tier.
 
     Raises ValueError if none is given, `StepNotFoundError` if a tier does not exist, `StoreError`.
     """
@@ -173,7 +173,7 @@ def _emptied(arenas: Sequence[ArenaEntry]) -> bool:
         if not all(locks.enter_context(arena_lock(Path(each.path))) for each in arenas):
             return False
         for each in arenas:
-            with _told(each.path):
+            with _store_errors(each.path):
                 remove_slots(Path(each.path))
                 shutil.rmtree(Path(each.path) / QUARANTINE_DIR, ignore_errors=True)
     return True
@@ -181,7 +181,7 @@ def _emptied(arenas: Sequence[ArenaEntry]) -> bool:
 
 def _directories(tier: str) -> Iterator[tuple[Path, str, str]]:
     """Every slot directory of a tier, with its job and host."""
-    with _told(tier):
+    with _store_errors(tier):
         for job in _subdirectories(Path(tier)):
             for host in _subdirectories(job):
                 for directory in slot_directories(host):
@@ -196,8 +196,8 @@ def _subdirectories(path: Path) -> list[Path]:
 
 
 def _entry(tier: str, job: str, host: str, directory: Path) -> ArenaEntry | None:
-    """None for one that is empty and free: what `clean_arenas` and a job that ended well leave."""
-    with _told(str(directory)):
+    """None for a directory that is empty and free, as `clean_arenas` and a job that ended well leave it."""
+    with _store_errors(str(directory)):
         names = os.listdir(directory)
         saves = [save for name in names if (save := paths.save_of_manifest(name)) is not None]
         slots = [name for name in names if paths.slot_index(name) is not None]
@@ -223,7 +223,7 @@ def _entry(tier: str, job: str, host: str, directory: Path) -> ArenaEntry | None
 
 
 def _stats(directory: Path, names: Sequence[str]) -> tuple[list[int], list[float]]:
-    """The bytes that files take, and when they were written; those that went meanwhile are left out."""
+    """The bytes that files take, and when they were written; files that were deleted meanwhile are left out."""
     sizes, times = [], []
     for name in names:
         with suppress(FileNotFoundError):
@@ -234,7 +234,7 @@ def _stats(directory: Path, names: Sequence[str]) -> tuple[list[int], list[float
 
 
 def _is_live(directory: Path) -> bool:
-    """Whether a process holds it, or may: on a file system without locks nobody knows."""
+    """Whether a process holds it, or may hold it: a file system without locks cannot exclude that."""
     fd = os.open(directory / paths.LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         return not try_lock(fd, fcntl.LOCK_SH)
@@ -243,8 +243,8 @@ def _is_live(directory: Path) -> bool:
 
 
 @contextmanager
-def _told(where: str) -> Iterator[None]:
-    """An operation that the file system refuses raises a `StoreError` that names the path."""
+def _store_errors(where: str) -> Iterator[None]:
+    """Raises a `StoreError` that names the path for an operation that the file system refuses."""
     try:
         yield
     except OSError as error:

@@ -44,7 +44,7 @@ class CopyStep:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all its objects."""
+        """Bytes of all its objects."""
         return sum(self.sizes.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class CopyPlan:
 
     @property
     def copied_bytes(self) -> int:
-        """Of the steps that are, or were, to be copied."""
+        """Bytes of the steps that are, or were, to be copied."""
         return sum(each.stored_bytes for each in self.steps if each.act == "copy")
 
     def to_json(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class _Root:
 
     @property
     def steps(self) -> list[DurableStep]:
-        """Those that were committed, damaged ones too."""
+        """The steps that were committed, damaged ones too."""
         return [each for each in self.found.steps if each.state != "unfinished"]
 
     def shares_saves_with(self, other: _Root) -> int:
@@ -212,7 +212,7 @@ def _single(here: _Root, there: _Root, url: str, as_step: int | None, adopted: A
 
 
 def _require_same_run(here: _Root, there: _Root, step: DurableStep) -> None:
-    """Raises `CheckpointError` where a step would get an order among the steps of another run that it does not have."""
+    """Raises `CheckpointError` if a step would be ordered among the steps of another run."""
     if not _is_in_use(there):
         return
     shared = here.shares_saves_with(there)

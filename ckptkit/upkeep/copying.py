@@ -1,4 +1,4 @@
-"""`copy`: steps from one root to another, between disks and buckets; each is proven where it arrives, marker last."""
+"""`copy`: steps from one root to another, between disks and buckets. Each is verified there before its marker."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     files with the bytes that were read. In a root of ckptkit the step is leased while it is read, so that a running job
     does not prune it. The epoch records of a root are copied first, so that abandoned steps stay abandoned.
 
-    An interrupted copy leaves no step; `resume` continues where it stopped, without it the step is begun anew. Cost:
-    every byte is read from the source once and from the target once; 128 MiB are held, and what the proof holds.
+    An interrupted copy leaves no step; `resume` continues where it stopped, without it the copy begins again. Cost:
+    every byte is read from the source once and from the target once; 128 MiB are held, and the verification's memory.
 
     Raises `CorruptCheckpointError` where the source is damaged: nothing of that step is left at the target, and the
     other steps are copied first. Raises `StoreFullError` before anything is written, `StoreError`.
@@ -66,7 +66,7 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
         make_durable(plan.target)
     done, notes, total, before = [], list(plan.notes), plan.copied_bytes, 0
     damaged: list[CorruptCheckpointError] = []
-    with _told(done, plan.problems, damaged), _leased(plan, timeout_s, notes) as kept:
+    with _with_notes(done, plan.problems, damaged), _leased(plan, timeout_s, notes) as kept:
         shield_records(target)
         if plan.adoption is not None:
             EpochRecords(target).advance(plan.adoption.before, plan.adoption.after)
@@ -91,11 +91,10 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
 
 
 @contextmanager
-def _told(
+def _with_notes(
     done: Sequence[CopyStep], problems: Sequence[str], damaged: Sequence[CorruptCheckpointError]
 ) -> Iterator[None]:
-    """An error that ends the work has notes with the other steps that are damaged, and with the steps that were
-    copied."""
+    """Adds notes to the error that ends the work: the other steps that are damaged, and the steps that were copied."""
     try:
         yield
     except (CheckpointError, OSError) as error:
@@ -165,11 +164,11 @@ class _Copying:
         self._lock = threading.Lock()
 
     def run(self, *, resume: bool) -> str | None:
-        """Copies, proves, commits; None, or why the step is left: it was deleted meanwhile.
+        """Copies, verifies, commits. Returns None, or why the step is left: it was deleted meanwhile.
 
-        One process at a time: a second one would clear what the first has copied, or the first take away what the
-        second is about to commit. On a disk a lock ensures that, in a bucket a claim. A run of its own that saves this
-        step takes the intent, and the copy fails.
+        One process at a time: a second one would delete the files that the first has copied, or the first those that
+        the second is about to commit. On a disk a lock ensures that, in a bucket a claim. If a run saves this step in
+        the target, it takes the intent, and the copy fails.
         """
         if not self._is_there():
             return _DELETED
@@ -251,7 +250,7 @@ class _Copying:
         self._write_journal()
 
     def _is_copied(self, key: str) -> bool:
-        """The mark is written last. A new identity is not what was signed."""
+        """The mark is written last. A signature does not cover a new identity."""
         return key != paths.COMMIT_MARK and not (self._adoption is not None and key == paths.SIGNATURE)
 
     def _copy(self, key: str) -> None:
@@ -266,7 +265,7 @@ class _Copying:
                 self._write_journal()
 
     def _prove(self) -> None:
-        """Every cell of ours by its own digest; every object that no digest of ours covers, against what was read."""
+        """Compares our cells with their digests, and objects without such digests with the bytes that were read."""
         parent, _, name = self._place.rpartition("/")
         place = Place.open(parent, timeout_s=self._timeout_s).below(name)
         (proof,) = prove_written(place, self._step.step, Limits(), [], timeout_s=self._timeout_s) or (None,)
@@ -358,7 +357,7 @@ class _Copying:
                 remove_empty(self._place)
 
     def _described(self) -> dict[str, Any]:
-        """The source as it was when the copy began: what arrived of another one is of no use."""
+        """The state of the source when the copy began: objects of another state are of no use."""
         save = None if self._step.save_id is None else asdict(self._step.save_id)
         return {"url": self._step.source, "save": save, "stamp": self._step.stamp, "sizes": dict(self._step.sizes)}
 

@@ -57,7 +57,7 @@ class StepUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadWeight:
-    """Bytes that no restart reads, and how they go; those of an `other` may be a checkpoint of their own."""
+    """Bytes that no restart reads, and how to remove them; those of an `other` may be a checkpoint of their own."""
 
     kind: DeadKind
     path: str
@@ -82,7 +82,7 @@ class Usage:
 
     @property
     def dead(self) -> tuple[DeadWeight, ...]:
-        """What nobody needs."""
+        """The unread data that can be deleted. An `other` is left out: it may be a checkpoint."""
         return tuple(each for each in self.unread if each.kind != "other")
 
     @property
@@ -178,7 +178,7 @@ def _repeated_bytes(shared: Sequence[Mapping[str, int]]) -> int:
 
 
 def _notes(tiers: Sequence[str], arenas: Sequence[ArenaEntry], host_id: str | None) -> Iterator[str]:
-    """Which of the tiers that were given have nothing to do with the root, or are not there."""
+    """Notes on the given tiers that do not belong to the root, or do not exist."""
     for tier in tiers:
         if local_kind(tier) != stat.S_IFDIR:
             yield no_tier(tier)

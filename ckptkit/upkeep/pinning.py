@@ -1,4 +1,4 @@
-"""`pin` and `unpin`: a durable step that nobody prunes."""
+"""`pin` and `unpin`: a durable step that is not pruned."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ckptkit.util.words import command_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinning:
-    """The outcome for a pin. `changed`: it was (or would be) added or removed; `pinned`: every pinned step
-    afterwards; `problems`: damage of the step, which is pinned all the same, and of the root's records."""
+    """The outcome for a pin. `changed`: it was (or would be) added or removed. `pinned`: every pinned step afterwards.
+    `problems`: damage of the step, which does not prevent the pin, and of the root's records."""
 
     root: str
     step: int
@@ -42,8 +42,8 @@ def pin(
 ) -> Pinning:
     """Keeps a durable step of `root` from every pruning, a running job's too, until `unpin`.
 
-    Of an abandoned branch too: its number cannot be saved anew to the durable tier while the pin is there. Only a
-    deletion that names the step (`CheckpointManager.delete`) takes it. Fast tiers know no pins. Raises
+    A step of an abandoned branch can be pinned too: its number cannot be saved again to the durable tier until `unpin`.
+    Only a deletion that names the step (`CheckpointManager.delete`) removes it. Fast tiers have no pins. Raises
     `StepNotFoundError` where the root has no such committed step, `CheckpointError` where it is being deleted.
     """
     url = root_url(root)

@@ -1,6 +1,7 @@
 """`prune`: keeps durable steps by a keep policy and deletes the others, with or without a running job.
 
-Planned from one look and one proof; before anything goes, all of it is announced, looked at again and compared.
+The plan is made from one listing and one verification. Before anything is deleted, the deletion is announced, and the
+steps are listed again and compared with the plan.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class PruneStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """The steps of a root, ascending by number, with what is to become of each. `proven`: the newest step that was
-    found whole; `ancestry`: what the plan holds for; `problems`: damage, which stays; `notes`: what is not a step of
-    the run, and stays."""
+    """The steps of a root, ascending by number, with the decision on each. `proven`: the newest step that verified
+    completely. `ancestry`: the epoch records for which the plan holds. `problems`: damage, which stays. `notes`:
+    entries that are not steps of the run, and stay."""
 
     root: str
     keep: tuple[Keep, ...]
@@ -95,7 +96,7 @@ class PrunePlan:
 
     @property
     def doomed(self) -> tuple[PruneStep, ...]:
-        """Those that are, or were, to go."""
+        """The steps that are, or were, to be deleted."""
         return tuple(each for each in self.steps if each.act == "delete")
 
     @property
@@ -263,7 +264,7 @@ def _judged(each: DurableStep, size: StepBytes, kept: Sequence[str], corrupt: st
     elif kept:
         act, reasons = "keep", tuple(kept)
     elif each.state == "abandoned" and each.step > top and not each.place.store.properties.atomic_rename:
-        # In a bucket nothing tells its objects from those of the save that takes its number while they are deleted.
+        # In a bucket, a save that takes its number while its objects are deleted would lose objects of the same names.
         act, reasons = "leave", ("abandoned, and its number is still ahead of the run, which replaces it",)
     elif each.state == "abandoned":
         act, reasons = "delete", ("abandoned",)

@@ -24,7 +24,7 @@ from ckptkit.verification.records import VerifyProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackPlan:
-    """The saves that a rollback abandons: newer than `step`, of the branch that goes on from there until now."""
+    """The saves that a rollback abandons: newer than `step`, of the branch that continues from there until now."""
 
     root: str
     step: int
@@ -69,8 +69,8 @@ def plan_rollback(
 ) -> RollbackPlan:
     """The saves that a rollback to `step` abandons, in the root and in this host's fast `tiers`; nothing is written.
 
-    The step is read and proven first (`unread`: its records are taken for that), because once the record is written no
-    restart takes a newer one. A tier that is not given is not looked at, and the record counts for it all the same.
+    The step is read and verified first (`unread`: its records are trusted instead), because once the record is written
+    no restart takes a newer one. A tier that is not given is not read, but the record is valid for it too.
 
     Raises `StepNotFoundError` for a step that no restart would take (none there, abandoned, not whole),
     `CorruptCheckpointError` where it is damaged or the epoch records are, `StoreError` for what cannot be reached.
@@ -80,7 +80,7 @@ def plan_rollback(
     before = EpochRecords(place.store).read()
     entry = _chosen(listing.steps, step, listing.root)
     if not unread:
-        _prove(entry, listing.root, timeout_s, progress)
+        _verify(entry, listing.root, timeout_s, progress)
     identity = entry.save_id or before.of_stock(step)
     live = [each for each in listing.steps if each.state in ("committed", "partial")]
     newer = tuple(each for each in live if (each.save_id or before.of_stock(each.step)) > identity)
@@ -103,10 +103,10 @@ def plan_rollback(
 
 
 def rollback(plan: RollbackPlan, *, timeout_s: float = 20.0) -> RollbackPlan:
-    """Writes the epoch record: from now on every restart takes the step, and none of what was abandoned.
+    """Writes the epoch record: from now on every restart takes the step, and not an abandoned one.
 
     A running job is fenced off: its next durable save is refused with the reason. Stop the job, and start it again.
-    Abandoned saves stay until they are pruned, or their numbers are saved anew. A rollback cannot be undone.
+    Abandoned saves stay until they are pruned, or their numbers are saved again. A rollback cannot be undone.
 
     Cost: three small writes. Raises `CheckpointError` where a run has begun or gone back since the plan was made.
     """
@@ -132,7 +132,7 @@ def _chosen(entries: Sequence[StepEntry], step: int, root: str) -> StepEntry:
     raise StepNotFoundError(f"{root}: no restart would take step {step}: {why}", step=step, path=root)
 
 
-def _prove(entry: StepEntry, root: str, timeout_s: float, progress: Callable[[VerifyProgress], None] | None) -> None:
+def _verify(entry: StepEntry, root: str, timeout_s: float, progress: Callable[[VerifyProgress], None] | None) -> None:
     durable = [each for each in entry.holdings if each.tier == DURABLE]
     for holding in durable or entry.holdings:
         found = verify(holding.path, entry.step, timeout_s=timeout_s, progress=progress)

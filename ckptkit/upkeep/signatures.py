@@ -82,12 +82,12 @@ class TrustedKey:
             why = f"is signed by another key than {self.path}"
         else:
             words = str(error) or "its content was changed after it was signed, or it was signed by another key"
-            why = f"has a signature that {self.path} does not prove: {words}"
+            why = f"has a signature that does not verify with {self.path}: {words}"
         return UntrustedStepError(f"{where} {why}", path=where)
 
 
 def _claimed(where: str, signature: bytes) -> dict[str, str]:
-    """The SHA-256 of each file as a signature has it, not proven yet.
+    """The SHA-256 of each file as a signature has it; the signature is not verified yet.
 
     Raises `UntrustedStepError` for what is not a signature, and for one over other digests.
     """
@@ -125,7 +125,7 @@ class _Known:
             for key, value in digests.items()
         ]
         self._manifest = library.manifest.Manifest(name.rstrip("/").rpartition("/")[2], items, kind)
-        self.was_asked = False  # in a check: only after the signature itself was proven
+        self.was_asked = False  # in a check: only after the signature itself was verified
 
     def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Any:
         """The manifest that is signed, or compared with the signed one."""
@@ -134,7 +134,7 @@ class _Known:
         return self._manifest
 
     def add_ignored_paths(self, *, model_path: Any, paths: Any) -> None:
-        """Those that are left out are left out of the digests already."""
+        """Does nothing: the digests do not include paths that are left out."""
 
 
 @final
@@ -171,11 +171,11 @@ def _loaded(library: _Library, path: str, kind: str, load: Callable[[], _T]) -> 
             raise ValueError("it is not a regular file of a few KB")
         return load()
     except FileNotFoundError as error:
-        raise SigningKeyError(f"{path}: there is no such {kind} key; docs/CLI.md tells how to make one") from error
+        raise SigningKeyError(f"{path}: there is no such {kind} key; see docs/CLI.md for how to make one") from error
     except OSError as error:
         raise SigningKeyError(f"{path}: the {kind} key cannot be read: {error.strerror}") from error
     except library.unusable as error:
         raise SigningKeyError(
             f"{path} holds no {kind} key that can be used ({str(error).partition('.')[0]}): an elliptic key in PEM, "
-            "not encrypted, of P-256, P-384 or P-521; docs/CLI.md tells how to make one"
+            "not encrypted, of P-256, P-384 or P-521; see docs/CLI.md for how to make one"
         ) from error

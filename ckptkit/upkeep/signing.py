@@ -101,7 +101,7 @@ def sign(
         return found
     memory_bytes_max = max(MEMORY_BYTES_MAX, 2 * max(sizes, default=0))  # so that no cell is left out
     proof = verify(target.url, memory_bytes_max=memory_bytes_max, timeout_s=timeout_s, progress=progress)
-    if proof.corrupt or not proof.steps:  # without steps: the notes tell that it was replaced while it was read
+    if proof.corrupt or not proof.steps:  # without steps: the notes report that it was replaced while it was read
         findings = [str(each) for step in proof.steps for each in step.findings] or proof.notes
         why = f"{target.url} is not intact and is not signed: {'; '.join(findings[:_SHOWN_MAX])}"
         raise CorruptCheckpointError(why, step=target.step, path=target.url)
@@ -113,7 +113,7 @@ def sign(
 
 
 def with_signatures(found: Verification, key: TrustedKey, *, timeout_s: float = 20.0) -> Verification:
-    """A verification in which a save that the owner of `key` has not signed as it is now is corrupt, also a proven one.
+    """The verification, with every save marked corrupt that the owner of `key` has not signed as it is now.
 
     A save that was never committed stays incomplete. Cost: that of `check_signature` for each step. Raises
     `StoreError`.
@@ -137,7 +137,7 @@ def _with_signature(proof: StepProof, key: TrustedKey, timeout_s: float) -> Step
 
 def check_signature(path: str, key: TrustedKey, *, timeout_s: float = 20.0) -> None:
     """Raises `UntrustedStepError` unless the step at `path`, or the tree that was saved by itself, is exactly what the
-    owner of the key has signed, and `CorruptCheckpointError` for a step under another number.
+    owner of the key has signed. Raises `CorruptCheckpointError` for a step under another number.
 
     Cost: every file is read once. An item of a step is checked with its step. Raises `StoreError`.
     """
@@ -145,7 +145,7 @@ def check_signature(path: str, key: TrustedKey, *, timeout_s: float = 20.0) -> N
     store = open_store(target.url, deadline_s=timeout_s)
     signature = _signature(store)
     key.require(target.url, signature, _file_digests(target.url, store.list_all("")))
-    if not target.manifests():  # they have the number of the step, which the directory's name alone does not prove
+    if not target.manifests():  # they record the number of the step; the directory's name alone is not evidence
         why = "has no digests of its cells, so that `ckptkit sign` did not sign it"
         raise UntrustedStepError(f"{target.url} {why}", path=target.url)
 

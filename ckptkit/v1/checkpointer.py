@@ -143,8 +143,8 @@ class Checkpointer:
     ) -> Response[bool] | None:
         """Begins to save `state` if it is due; None where it is not. Returns once the caller may donate the state.
 
-        With `overwrite`, a step that is there is deleted first. Raises `StepAlreadyExistsError` (Orbax's, a
-        `FileExistsError`) for a step that is there, ValueError for what cannot be saved. A failure in the background
+        With `overwrite`, an existing step is deleted first. Raises `StepAlreadyExistsError` (Orbax's, a
+        `FileExistsError`) for a step that exists, ValueError for what cannot be saved. A failure in the background
         is raised by the response, or by `wait` and `close`.
         """
         v1_checks.check_state(state)
@@ -213,7 +213,7 @@ class Checkpointer:
         return self._load(step, abstract_checkpointables, self._active_context())
 
     def load_async(self, step: Step = None, abstract_state: Any = None) -> Response[Any]:
-        """`load` in the background. No other call until the response is there."""
+        """`load` in the background. Make no other call until the response is done."""
         v1_checks.check_abstract_state(abstract_state)
         context = self._active_context()  # the thread is in no `with` block
         return Response(lambda: self._load(step, {STATE: abstract_state}, context)[STATE])
@@ -221,7 +221,7 @@ class Checkpointer:
     def load_checkpointables_async(
         self, step: Step = None, abstract_checkpointables: dict[str, Any] | None = None
     ) -> Response[dict[str, Any]]:
-        """`load_checkpointables` in the background. No other call until the response is there."""
+        """`load_checkpointables` in the background. Make no other call until the response is done."""
         v1_checks.check_abstract_checkpointables(abstract_checkpointables)
         context = self._active_context()
         return Response(lambda: self._load(step, abstract_checkpointables, context))
@@ -274,14 +274,14 @@ class Checkpointer:
         return Response(lambda: deleted)
 
     def cancel(self, step: Step = None) -> None:
-        """Ends the saves that are in flight, by waiting for them, and deletes `step` where it is there."""
+        """Waits for the saves in flight, then deletes `step` if it exists."""
         self._manager.wait_until_finished()
         if step is not None:
             with suppress(StepNotFoundError):
                 self._manager.delete(_number(step))
 
     def reload(self) -> None:
-        """Looks at every tier afresh."""
+        """Reads every tier again."""
         self._manager.reload()
 
     def is_saving_in_progress(self) -> bool:
@@ -384,7 +384,7 @@ def _number(step: int | CheckpointMetadata) -> int:
 
 
 def _unranked(metrics: Any) -> float:
-    """A rank for steps that nobody ranks."""
+    """The rank of steps that are not ranked."""
     del metrics
     return 0.0
 

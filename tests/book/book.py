@@ -121,6 +121,16 @@ class Book:
             if RAM in tiers:
                 save.peers_lost.add(host)
 
+    def put_back(self, place: str, root: Root) -> None:
+        """An older copy of the root is in its place. The newer saves, which perhaps were made, are not on its branch;
+        they may have replaced older ones that are."""
+        self.roots[place] = root
+        for newer in self.saves.values():
+            tiers = [tier for tier, found in newer.fast.items() if MAYBE in found]
+            for older in self.saves.values():
+                if older.place == newer.place == place and older.value < newer.value:
+                    self._weaken(older, tiers, newer.hosts)
+
     # Acts of a run.
 
     def open(self, place: str, hosts: Sequence[str], config: Any) -> Run:

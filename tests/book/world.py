@@ -99,7 +99,7 @@ class World:
             case "put back" if rest[0] < self.backups:
                 shutil.rmtree(self.root, ignore_errors=True)
                 shutil.copytree(self.backup(rest[0]), self.root, symlinks=True)
-                book.roots[place] = deepcopy(self._backups[rest[0]])
+                book.put_back(place, deepcopy(self._backups[rest[0]]))
             case "remove" if self.root.exists():
                 shutil.rmtree(self.root)
                 book.roots.pop(place, None)

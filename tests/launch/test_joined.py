@@ -86,7 +86,7 @@ def test_worker_that_has_not_joined_is_refused_and_not_restarted(how: str, tmp_p
 
 def test_process_that_a_worker_starts_is_a_job_of_its_own(tmp_path: Path) -> None:
     """A worker that evaluates or converts in a process of its own would end with an error."""
-    inner = write(tmp_path / "inner.py", "import sys, ckptkit.direct\nckptkit.save(sys.argv[1], {'a': 1})")
+    inner = write(tmp_path / "inner.py", "import sys, ckptkit.direct\nckptkit.direct.save(sys.argv[1], {'a': 1})")
     code = (
         "import os, subprocess, sys\n"
         f"words = [sys.executable, {inner!r}, {str(tmp_path / 'tree')!r}]\n"

@@ -123,9 +123,10 @@ def test_late_durable_commit_of_an_older_save_is_not_the_newest() -> None:
     assert (book.latest_step(), book.steps()) == (2, [1, 2])
 
 
-def test_run_that_restores_nothing_abandons_what_it_does_not_see(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deleted", [False, True])
+def test_run_that_restores_nothing_abandons_what_it_does_not_see(deleted: bool, tmp_path: Path) -> None:
     """The step of a host that was away would be listed among those of the newer run."""
-    away = tmp_path / "away"
+    away, kept = tmp_path / "away", [20] if deleted else [10, 20]
     with manager_of(tmp_path, every=10) as manager:
         for step in (10, 11):
             assert manager.save(step, args=args.StandardSave({"w": np.full(4, step)}))
@@ -133,12 +134,14 @@ def test_run_that_restores_nothing_abandons_what_it_does_not_see(tmp_path: Path)
     (tmp_path / "ram").rename(away)
     with manager_of(tmp_path, every=10) as manager:
         assert manager.all_steps() == [10]
+        if deleted:
+            manager.delete(10)
         save(manager, 20)
-        assert manager.all_steps() == [10, 20]
+        assert manager.all_steps() == kept
     shutil.rmtree(tmp_path / "ram")
     away.rename(tmp_path / "ram")
     with manager_of(tmp_path, every=10) as manager:
-        assert manager.all_steps() == [10, 20]
+        assert manager.all_steps() == kept
 
 
 def test_damaged_newest_step_is_listed_again_once_it_is_repaired(tmp_path: Path) -> None:

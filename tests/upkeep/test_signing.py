@@ -259,15 +259,15 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "statement changed": (
         lambda step: resign(step, lambda body: body["dsseEnvelope"].update(payload=forged(body))),
-        r"has a signature that .*own\.pub does not prove: its content was changed after it was signed",
+        r"has a signature that does not verify with .*own\.pub: its content was changed after it was signed",
     ),
     "signature bytes changed": (
         lambda step: resign(step, lambda body: body["dsseEnvelope"]["signatures"][0].update(sig="MEUCIQ==")),
-        r"has a signature that .*own\.pub does not prove",
+        r"has a signature that does not verify with .*own\.pub",
     ),
     "no signature in it": (
         lambda step: resign(step, lambda body: body["dsseEnvelope"].update(signatures=[])),
-        r"has a signature that .*own\.pub does not prove",
+        r"has a signature that does not verify with .*own\.pub",
     ),
 }
 

@@ -261,5 +261,5 @@ def _words(where: str) -> str:
 
 
 def _key(source: ReshardSource, item: SourceItem) -> str:
-    """Before the names of an item's files in the target."""
+    """The prefix of the names of an item's files in the target."""
     return f"{item.name}/" if source.opened.facts.kind == "step" else ""

@@ -37,7 +37,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """The mesh of `data=2,model=4`; raises ValueError for what is none."""
+        """The mesh of `data=2,model=4`; raises ValueError for text that is not a mesh."""
         matches = [_AXIS.fullmatch(part.strip()) for part in text.split(",")]
         if any(match is None for match in matches):
             raise ValueError(f"{text!r} is not a mesh; write its axes and their sizes: data=2,model=4")
@@ -117,7 +117,7 @@ def spec_text(spec: Spec) -> str:
 
 
 def sharding_json(spec: Spec, mesh: Mesh) -> str:
-    """Orbax's JSON of the sharding, on whatever devices the restoring job has in JAX's order."""
+    """Orbax's JSON of the sharding. It names no devices: a restoring job uses its own, in JAX's order."""
     return json.dumps(
         {
             "sharding_type": "NamedSharding",
@@ -130,7 +130,7 @@ def sharding_json(spec: Spec, mesh: Mesh) -> str:
 
 
 def sharding_of_json(text: str) -> tuple[Spec, Mesh] | None:
-    """Spec and mesh of Orbax's JSON; None for one that is not named. Raises `CheckpointError` for what is none."""
+    """Spec and mesh of Orbax's JSON; None if it is not a `NamedSharding`. Raises `CheckpointError` for other text."""
     try:
         record = json.loads(text)
         if record["sharding_type"] != "NamedSharding":

@@ -93,12 +93,12 @@ class LeafPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole array in memory."""
+        """Bytes of the whole array in memory."""
         return math.prod(self.record.shape) * self.record.itemsize
 
     @property
     def read_bytes(self) -> int:
-        """Of the source chunks that the reshard reads, those twice that it has to read twice."""
+        """Bytes of the source chunks that the reshard reads; a chunk that is read twice counts twice."""
         return reads(self.record.shape, self.record.cell, self.block) * self.record.itemsize if self.nbytes else 0
 
     def target(self, mesh: Mesh) -> LeafRecord:
@@ -111,7 +111,7 @@ class LeafPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardPlan:
-    """All that is printed, and all that is done. `before` and `after` are one for each mesh."""
+    """The content of the printed plan, and of the work. `before` and `after` are one for each mesh."""
 
     source: str
     target: str
@@ -288,7 +288,7 @@ Laid = tuple[tuple[int, ...], Spec, tuple[int, ...], int]  # shape, spec, cell, 
 
 
 def amplification(leaves: Sequence[Laid], mesh: Mesh) -> Amplification:
-    """Of a whole checkpoint on one mesh. Cost: one array of the mesh's size for each kind of leaf."""
+    """The amplification of a whole checkpoint on one mesh. Cost: one array of the mesh's size for each kind of leaf."""
     counts: dict[Laid, int] = {}
     for leaf in leaves:
         counts[leaf] = counts.get(leaf, 0) + 1
@@ -313,7 +313,7 @@ class SpecRule:
 
 
 def read_spec_rules(path: str) -> list[SpecRule]:
-    """The rules of a TOML file: `[[rule]]` with `leaf` and `spec`. Raises `CheckpointError` for what is none."""
+    """The rules of a TOML file: `[[rule]]` with `leaf` and `spec`. Raises `CheckpointError` for other content."""
     return read_rule_tables(path, _rule)
 
 

@@ -59,9 +59,10 @@ class ReshardSource:
         return [name for name, stored in (*self.small, {})[0].items() if stored["kind"] == _ITERATOR]
 
     def small_of(self, process: int, count: int) -> Small:
-        """The small items for one process's sidecars, when `count` processes write the step anew.
+        """The small items for one process's sidecars, when `count` processes write the step again.
 
-        The state of a data iterator belongs to one process of as many: where there are more or fewer, to none.
+        The state of a data iterator belongs to one process. It is left out if `count` differs from the number of
+        processes that saved it.
         """
         if not self.small:
             return {}
@@ -72,7 +73,7 @@ class ReshardSource:
 
 
 def open_source(path: str, *, timeout_s: float) -> ReshardSource:
-    """The checkpoint at `path`; close `opened`. Raises `CheckpointError` for what is none of Orbax's, or is damaged."""
+    """The checkpoint at `path`; close `opened`. Raises `CheckpointError` if it is not one of Orbax's, or is damaged."""
     opened = open_checkpoint(path, timeout_s=timeout_s)
     if opened.format != "orbax" or opened.facts.kind not in ("step", "item"):
         raise CheckpointError(

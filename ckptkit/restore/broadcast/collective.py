@@ -1,6 +1,6 @@
 """Host bytes from process to process over the devices' interconnect: one jitted all-gather, of integers.
 
-Nothing is added or cast on the way: bits arrive as they were sent, whatever dtype they had.
+Nothing is added or cast during the transfer: bits of every dtype arrive as they were sent.
 """
 
 from __future__ import annotations

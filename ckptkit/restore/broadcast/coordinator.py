@@ -52,7 +52,7 @@ class _State:
 
 @final
 class Broadcaster:
-    """Shares what replicas want alike; called by all processes together.
+    """Shares the boxes that several replicas want; called by all processes together.
 
     On the thread that launches collectives; or on another one, with a `CallerThread` that lends that thread.
     `is_remote`: whether the durable tier is read over a network (`Properties.round_trips`).
@@ -69,8 +69,8 @@ class Broadcaster:
     ) -> tuple[Shared | None, BroadcastChoice]:
         """The parts of a planned save that the replicas have read for each other, and the reason for sharing or not.
 
-        None, or less than everything: the caller reads the rest for itself. Raises what is fatal anywhere, on every
-        process alike.
+        If it is None, or less than everything, the caller reads the rest for itself. An error that is fatal on one
+        process is raised on every process.
         """
         coordinator, mode = self._coordinator, self._options.mode
         if coordinator.count == 1 or mode == "never":
@@ -109,7 +109,7 @@ class Broadcaster:
         state: _State,
         prepared: Prepared,
     ) -> None:
-        """All rounds of one set of groups, or as many as go well."""
+        """Runs the rounds of one set of groups, until one fails."""
         coordinator = self._coordinator
         group = next(group for group in groups if coordinator.process in group)
         streams = _attempt(lambda: share_out(leaves, group, lambda key, process: needs[key][process]))
@@ -168,7 +168,7 @@ class Broadcaster:
                 self._coordinator,
                 "broadcast-read",
                 lambda at=number: ready(at),
-                rejecting=(*REJECTING, PeerUnreachableError),  # who reads alone reaches further than another process
+                rejecting=(*REJECTING, PeerUnreachableError),  # a process that reads alone can use more sources
             )
             if rejection is not None:
                 state.choice = BroadcastChoice(broadcast=False, why=f"gave way to reading alone: {rejection.text}")
@@ -197,7 +197,7 @@ class Broadcaster:
         state.shared = replace(shared, read_bytes=counted)
 
     def _all_here(self, state: _State) -> bool:
-        """Whether all are there who launch collectives."""
+        """Whether on every process the thread that launches collectives is available."""
         if state.caller is None:
             return True
         state.caller.is_all_that_is_missing = True

@@ -41,9 +41,9 @@ class Common:
 
 
 def groups_of(holders: Mapping[Box, tuple[int, ...]], count: int) -> Groups | None:
-    """The groups of a leaf by who holds its boxes, out of `count` processes.
+    """The groups of a leaf: each has the processes that hold the same box, out of `count` processes.
 
-    None where nothing can be shared: groups of one, of several sizes, that overlap, or that leave somebody out.
+    None if the leaf cannot be shared: groups of one process, of several sizes, that overlap, or that lack a process.
     """
     groups = sorted(set(holders.values()))
     members = [process for group in groups for process in group]
@@ -77,9 +77,9 @@ def share_out(
 ) -> dict[int, list[Piece]]:
     """The reads of each process of a group for all of it, each piece once, in the order of the leaves.
 
-    A piece is read by a process that has it nearer than the durable tier (it does not `needs` the leaf from there), if
-    there is one. Those among whom there is a choice take equal parts, each a run of neighbours: a store joins their
-    reads. Every process of the group computes the same.
+    A piece is read by a process that has it nearer than the durable tier, if one does: `needs` returns False for it.
+    Processes that can read the same pieces take equal parts, each a run of neighbours: a store joins their reads. Every
+    process of the group computes the same.
     """
     by_readers: dict[tuple[int, ...], list[Piece]] = {}
     for leaf in leaves:
@@ -93,7 +93,7 @@ def share_out(
     for readers, pieces in by_readers.items():
         total = sum(piece.nbytes for piece in pieces)
         start = 0
-        for piece in pieces:  # to whom the middle of it belongs
+        for piece in pieces:  # to the reader in whose part its middle is
             at = (2 * start + piece.nbytes) * len(readers) // (2 * total)
             streams[readers[min(at, len(readers) - 1)]].append(piece)
             start += piece.nbytes
