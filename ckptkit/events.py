@@ -67,7 +67,7 @@ class Kind(StrEnum):
     PREEMPTED = "preempted"
     RESUMED = "resumed"  # a run goes on at step: fields repeated (steps taken again; None: unknown), processes, mesh
     DEGRADED = "tier_degraded"  # fields reason
-    SCRUBBED = "scrubbed"  # a damaged slot of this process: fields path, done, reason, sources: place -> bytes
+    SCRUBBED = "scrubbed"  # a damaged slot of this process: fields path, reason
     RECOVERED = "tier_recovered"  # a degraded tier works again: fields failures in a row before, failed_s
     LEFT_BEHIND = "left_behind"  # at start: fields names, of what a run that died did not commit, and path
     CLEANED = "left_behind_cleaned"  # the same fields: it went, once this run's epoch had fenced its writers off

@@ -1,4 +1,4 @@
-"""`ckptkit goodput`: the account of a run, as a table, a page or metrics; once, or while it goes on."""
+"""`ckptkit goodput`: the account of a run, as a table, a page or metrics; once, or while the run continues."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _REFRESH_SHARE = 10.0  # a look costs at most a tenth of a core, however long th
 @click.option("--tensorboard", type=_DIRECTORY, help="Scalars in this directory (needs tensorboardX).")
 @PRICE
 @price_of_hosts("one for each process of the logs")
-@click.option("--follow", is_flag=True, help="Show the account while the run goes on, until it ends or Ctrl-C.")
+@click.option("--follow", is_flag=True, help="Show the account while the run continues, until it ends or Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/GOODPUT.md has its shape).")
 def goodput(
     run_dir: str,
@@ -72,7 +72,8 @@ def goodput(
 ) -> int:
     """Show where the time of a run went, and what each loss cost. RUN_DIR holds the run's event logs.
 
-    Reads launcher.jsonl and attempt-<a>-process-<p>.jsonl; a log that is being written is read as far as it goes.
+    Reads launcher.jsonl and attempt-<a>-process-<p>.jsonl; a log that is being written is read up to its last
+    complete line.
     """
     if follow and as_json:
         raise click.UsageError("--follow is for a terminal: leave --json out, or leave --follow out")

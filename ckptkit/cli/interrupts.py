@@ -1,6 +1,6 @@
 """Ctrl-C ends a command, wherever it arrives.
 
-Python raises `KeyboardInterrupt` in whatever the main thread runs. In a callback of the garbage collector (JAX has
+Python raises `KeyboardInterrupt` in the code that the main thread runs. In a callback of the garbage collector (JAX has
 one) or in `__del__` the exception is only printed, and some C code drops it: the command would run to its end.
 """
 
@@ -59,7 +59,7 @@ class Interrupts(AbstractContextManager["Interrupts"]):
         raise KeyboardInterrupt
 
     def handled(self) -> None:
-        """The interrupt has ended what the user meant, and the command goes on: it is not sent again."""
+        """The interrupt has ended what the user meant, and the command continues: it is not sent again."""
         with self._ending:
             self.seen = False
 

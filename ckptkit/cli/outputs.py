@@ -27,7 +27,7 @@ class OutputFile(click.Path):
 
 
 def needed(module: str, extra: str) -> Any:
-    """An optional package, or a usage error that tells how to install it."""
+    """An optional package, or a usage error that shows how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

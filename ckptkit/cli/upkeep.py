@@ -100,7 +100,14 @@ def prune(
 
 @click.command()
 @click.argument("root")
-@click.option("--to", "step", type=click.IntRange(min=0), required=True, metavar="STEP", help="Where the run goes on.")
+@click.option(
+    "--to",
+    "step",
+    type=click.IntRange(min=0),
+    required=True,
+    metavar="STEP",
+    help="The step from which the run continues.",
+)
 @TIERS
 @HOST_ID
 @UNREAD
@@ -213,7 +220,7 @@ def show_prune(plan: PrunePlan) -> None:
 def show_rollback(plan: RollbackPlan) -> None:
     """Prints it on stdout."""
     verb = "abandoned" if plan.done else "would be abandoned"
-    print_line(f"{plan.root}: goes on from step {plan.step}; {count_text(len(plan.abandoned), 'newer step')} {verb}")
+    print_line(f"{plan.root}: continues from step {plan.step}; {count_text(len(plan.abandoned), 'newer step')} {verb}")
     print_notes(plan.notes)
     rows = [
         [

@@ -19,7 +19,7 @@ AdviceKind = Literal["slow", "at risk", "wasteful"]
 class Advice:
     """One sentence of what is the matter, and one of what to set or do. `rule` is the name of its function.
 
-    `of_run`: the share of the run's time that it costs; `stored_bytes`: the bytes that nobody needs. None: not known.
+    `of_run`: the share of the run's time that it costs; `stored_bytes`: bytes that no restore needs. None: not known.
     """
 
     rule: str

@@ -311,7 +311,7 @@ def dead_weight(facts: Facts) -> list[Advice]:
 
 
 def many_steps(facts: Facts) -> list[Advice]:
-    """More than 50 durable steps: nobody falls back so far, and every start lists them.
+    """More than 50 durable steps: no restart falls back so far, and every start lists them.
 
     50: at 1,000 steps a look at a bucket takes a request for each (durable/lifecycle/listing.py);
     restores look at 8 first.

@@ -114,9 +114,9 @@ def _over(runs: np.ndarray, table: np.ndarray) -> np.ndarray:
 def growth(summed: Any) -> tuple[Any, Any]:
     """The growth that would have cost least on the uptimes whose `moments` are `summed`, and its factor of `first_s`.
 
-    Saves at ages `(n / A) ** (1 / q)` cost `C A E[t^q]` in an uptime t, and lose `E[t^(1 - q)] / (2 q A)` of it to
-    first order; with the best A that is the square root of `2 C E[t^q] E[t^(1 - q)] / q`. No distribution is assumed;
-    the prior is 5 exponential uptimes, whose best growth is 1.
+    Saves at ages `(n / A) ** (1 / q)` cost `C A E[t^q]` in an uptime t. To first order they lose
+    `E[t^(1 - q)] / (2 q A)` of it. With the best A the sum is the square root of `2 C E[t^q] E[t^(1 - q)] / q`. No
+    distribution is assumed; the prior is 5 exponential uptimes, whose best growth is 1.
     """
     sums = _in_front(np.asarray(summed, float), 2)
     sums = sums + _LIVES * _over(sums[0, 0], _EXPONENTIAL)

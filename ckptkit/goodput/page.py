@@ -18,12 +18,12 @@ from ckptkit.util.clock import time_text
 _WIDTH = 1120.0  # of the drawings, in their own units; the page scales them
 _LEFT, _RIGHT = 96.0, 24.0  # for the names of lanes, and half of the last label
 _LANE, _GAP = 22.0, 8.0
-_STRETCHES_MAX = 4000  # more are not told apart on a screen, and a browser takes seconds for them
+_STRETCHES_MAX = 4000  # more cannot be distinguished on a screen, and a browser takes seconds for them
 _MARKS_MAX = 2000
 _BINS = 24
 _LINES_MAX = 200  # losses whose log lines are shown
 
-# Okabe and Ito's palette, told apart by all common kinds of colour blindness; the hatch tells twins apart in print.
+# Okabe and Ito's palette: distinct with all common kinds of colour blindness. The hatch distinguishes twins in print.
 _LOOK: dict[Part, tuple[str, str]] = {
     Part.PRODUCTIVE: ("#009E73", ""),
     Part.CHECKPOINT_SAVE: ("#E69F00", "rising"),

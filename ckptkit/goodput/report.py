@@ -44,7 +44,7 @@ _NOT_TRAINING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Goodput by three definitions, each a share of the wall clock; None where nothing tells of steps.
+    """Goodput by three definitions, each a share of the wall clock; None where no log records steps.
 
     Reports lead with the first.
 

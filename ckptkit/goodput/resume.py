@@ -12,7 +12,7 @@ from ckptkit.goodput.runs import attempts_of
 
 
 class Phase(StrEnum):
-    """The phases of a resume, in the order in which it goes through them; they add up to the whole.
+    """The phases of a resume, in their order; they add up to the whole.
 
     A restore that runs while the step compiles costs only what outlasts the compilation.
     """
@@ -23,7 +23,7 @@ class Phase(StrEnum):
     PREPARE = "prepare"  # data, model, manager
     COMPILE = "compile"
     PLAN = "plan"  # what exists is gathered, ranked and planned
-    READ = "read"  # bytes are read, proven, voted on and placed
+    READ = "read"  # bytes are read, verified, voted on and placed
     BROADCAST = "broadcast"  # bytes come from another replica
     FIRST_STEP = "first_step"  # its data included
     OTHER = "other"

@@ -1,4 +1,4 @@
-"""The event logs of a run, told apart by attempt, and the claims that their spans make to its time."""
+"""The event logs of a run, grouped by attempt, and the claims that their spans make to its time."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def steps_done(directory: str | os.PathLike[str]) -> int | None:
         return None
 
 
-_SIGNS = frozenset({Kind.OPENED, Kind.SPAN, Kind.CALLED, Kind.STAGED})  # that a run goes on
+_SIGNS = frozenset({Kind.OPENED, Kind.SPAN, Kind.CALLED, Kind.STAGED})  # that a run continues
 _KINDS_SHOWN = 3  # in a note
 _ODD_S = 3600.0  # so far outside of its neighbours' time no event of a log is right
 _FAR_S = 366 * 86400.0  # the same for its first and last event, which have one neighbour
@@ -123,7 +123,7 @@ def _rollbacks(
 ) -> list[tuple[float, int]]:
     """When process 0 went back within the attempt: by a guard, or by a restore of its own.
 
-    The first step after it is the first one that was undone, whatever the number of a save means. The lowest one of
+    The first step after it is the first one that was undone; the number of a save has no influence. The lowest one of
     this and all later times counts. A restore that no step of the attempt follows is known from the next attempt.
     """
     begun = sorted((start_s(span), step) for step, span in steps)
@@ -306,7 +306,7 @@ def _with_plausible_stamps(log: Sequence[Event]) -> Sequence[Event]:
     """A log without single events whose stamps cannot be right: a host may count from 1970 until its clock is set.
 
     A log is written in the order of time. An event is left out if it is more than `_ODD_S` outside the time between its
-    neighbours, and at an end of the log if it is more than `_FAR_S` from the middle one."""
+    neighbours. At an end of the log it is left out if it is more than `_FAR_S` from the middle one."""
     kept: list[Event] = []
     middle_s = median_low(event.at_s for event in log) if log else 0.0
     for place, event in enumerate(log):
@@ -345,7 +345,7 @@ def intervals(
     idle_from_s, idle_part = clock_s[0], Part.INITIALIZATION
     lost = lost_attempts(attempts, launcher)
     for attempt in attempts:
-        if attempt.first_s is None:  # process 0 was lost before its first event: the gap goes on
+        if attempt.first_s is None:  # process 0 was lost before its first event: the gap continues
             continue
         yield Interval(idle_from_s, attempt.first_s, idle_part, 1)
         if attempt.steps:  # time before the first step that no span covers
@@ -358,7 +358,7 @@ def intervals(
         idle_part = Part.RECOVERY if attempt.number in lost or attempt.was_preempted else Part.STOPPED
     last_loss_s = max((e.at_s for e in launcher if e.kind == Kind.DISRUPTED), default=-math.inf)
     if last_loss_s >= max((a.first_s for a in attempts if a.first_s is not None), default=math.inf):
-        yield Interval(idle_from_s, clock_s[1], Part.RECOVERY, 1)  # lost, and nobody came back
+        yield Interval(idle_from_s, clock_s[1], Part.RECOVERY, 1)  # lost, and no attempt followed
 
 
 def _part(span: Event, attempt: Attempt) -> Part | None:

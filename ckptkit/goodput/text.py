@@ -14,7 +14,7 @@ NO_STEPS = "no step information"
 
 
 def headline(report: GoodputReport) -> str:
-    """The goodput by the definition that leads, and which one that is; or that nothing tells of steps."""
+    """The goodput by the definition that leads, and its name; or that no log records steps."""
     if report.goodput.ml_goodput is None:
         return f"goodput: {NO_STEPS}"
     _, name, _ = DEFINITIONS[0]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
-from typing import Any
+from itertools import islice
+from typing import Any, final
 
 import jax
 
@@ -17,7 +17,7 @@ from ckptkit.durable.lifecycle.certificates import certify_saves
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
-from ckptkit.manager.follow import FollowedStep, follow
+from ckptkit.manager.follow import follow
 from ckptkit.model.manifest import SaveId
 from ckptkit.snapshot.state_digest import BoxDigests, box_digests
 from ckptkit.store import open_store
@@ -119,31 +119,28 @@ def replay(
     if not manager.is_read_only:
         raise ValueError("replay: give a manager of its own, with CheckpointManagerOptions(read_only=True)")
     saves = _saves(manager, first, last)
+    plan = ReplayPlan(make_step=make_step, make_batches=make_batches, args=args, state_of=state_of)
     expected: dict[int, BoxDigests] = {}
-    save_ids: dict[int, SaveId] = {}
+    save_ids: list[SaveId] = []
+    for step in saves[1:]:  # before any step is taken: a job that runs may delete them meanwhile
+        expected[step] = box_digests(_state(plan, manager.restore(step, args=args), step))
+        save_ids.append(_identity(manager.restored_save_id, step, record))
+    run = _Run(plan, make_coordinator())
+    run.begin(saves[0], manager.restore(saves[0], args=args))
+    difference, certified = None, 0
     for step in saves[1:]:
-        expected[step] = box_digests(_state(state_of, manager.restore(step, args=args), step))
-        save_ids[step] = _identity(manager, step, record)
-    restored = manager.restore(saves[0], args=args)
-    batches: Iterator[Any] = iter(make_batches(saves[0], restored))
-    state, take_step = _state(state_of, restored, saves[0]), make_step()
-    del restored
-    coordinator = make_coordinator()
-    for before, save in pairwise(saves):
-        state = steps_taken(take_step, state, batches, before, save)
-        difference = compared(coordinator, box_digests(state), expected[save], before, save)
+        difference = run.reach(step, expected[step])
         if difference is not None:
-            record_certified(
-                manager, coordinator, [save_ids[step] for step in saves[1:] if step < save] if record else []
-            )
-            return Certificate(steps=saves, steps_replayed=save - saves[0], difference=difference)
-    record_certified(manager, coordinator, list(save_ids.values()) if record else [])
-    return Certificate(steps=saves, steps_replayed=saves[-1] - saves[0])
+            break
+        certified += 1
+    if record:
+        run.record(manager, save_ids[:certified])
+    return Certificate(steps=saves, steps_replayed=run.step - saves[0], difference=difference)
 
 
-def _state(state_of: Callable[[Any], Any], restored: Any, step: int) -> Any:
+def _state(plan: ReplayPlan, restored: Any, step: int) -> Any:
     """The state of a restored save. Raises ValueError if it has no leaf to compare: every save would be certified."""
-    state = state_of(restored)
+    state = plan.state_of(restored)
     if not jax.tree.leaves(state):
         raise ValueError(
             f"replay: state_of returned {type(state).__name__} without leaves for step {step}, so there is nothing to "
@@ -152,36 +149,14 @@ def _state(state_of: Callable[[Any], Any], restored: Any, step: int) -> Any:
     return state
 
 
-def _identity(manager: CheckpointManager, step: int, record: bool) -> SaveId:
-    """Which save was restored as `step`."""
-    found = manager.restored_save_id
+def _identity(found: SaveId | None, step: int, record: bool) -> SaveId:
+    """Which save was restored as `step`. Raises ValueError where it is to be recorded and has no identity."""
     assert found is not None, "a restore sets it"
     if record and not found.ours:
         raise ValueError(
             f"replay: step {step} was written by stock Orbax, and has no identity to certify: record=False"
         )
     return found
-
-
-def steps_taken(take_step: StepFn, state: Any, batches: Iterator[Any], first: int, stop: int) -> Any:
-    """The state after the steps from `first` to `stop`, exclusive. Raises ValueError if the batches end before."""
-    step = first
-    for batch in islice(batches, stop - first):
-        state, step = take_step(state, batch), step + 1
-    if step < stop:
-        raise ValueError(f"replay: make_batches gives no batch for step {step}, and save {stop} needs it")
-    return state
-
-
-def record_certified(manager: CheckpointManager, coordinator: Coordinator, saves: Sequence[SaveId]) -> None:
-    """Certifies saves in the durable root; process 0 writes, and its error is raised on all."""
-    held = [each.save_id for each in manager.steps()]
-
-    def write() -> None:
-        certify_saves(open_store(root_url(manager.directory)), saves, held=held)
-
-    if saves:
-        coordinator.ask_process_0("certified", write)
 
 
 def _saves(manager: CheckpointManager, first: int | None, last: int | None) -> tuple[int, ...]:
@@ -197,21 +172,54 @@ def _saves(manager: CheckpointManager, first: int | None, last: int | None) -> t
     return saves
 
 
-def compared(
-    coordinator: Coordinator, found: BoxDigests, expected: BoxDigests, before: int, save: int
-) -> Difference | None:
-    """How a state differs from a save, by their digests: None where it does not. The same on all processes."""
-    differ = [box for box in {**found, **expected} if (found.get(box) or _NONE)[0] != (expected.get(box) or _NONE)[0]]
-    mine = [(found.get(box) or expected[box])[1] for box in differ]
-    said = gather(coordinator, "replay", mine)
-    if not any(said):
-        return None
-    return Difference(
-        step=save,
-        after_step=before,
-        leaves=tuple(dict.fromkeys(name for names in said for name in names)),
-        processes=tuple(process for process, names in enumerate(said) if names),
-    )
+@final
+class _Run:
+    """The replay of a run, which has come to the save `step`. It continues from its own state."""
+
+    def __init__(self, plan: ReplayPlan, coordinator: Coordinator):
+        self._plan, self._coordinator, self._take_step = plan, coordinator, plan.make_step()
+        self.step = 0
+        self._state: Any = None
+        self._batches: Iterator[Any] = iter(())
+
+    def begin(self, step: int, restored: Any) -> None:
+        """Takes the state of a save, and the batches that follow."""
+        self.step, self._batches = step, iter(self._plan.make_batches(step, restored))
+        self._state = _state(self._plan, restored, step)
+
+    def reach(self, save: int, expected: BoxDigests) -> Difference | None:
+        """Takes the steps to a save; how the state differs from it, None where it does not. The same on all processes.
+
+        Raises ValueError if the batches end before.
+        """
+        before = self.step
+        for batch in islice(self._batches, save - before):
+            self._state, self.step = self._take_step(self._state, batch), self.step + 1
+        if self.step < save:
+            raise ValueError(f"replay: make_batches gives no batch for step {self.step}, and save {save} needs it")
+        found = box_digests(self._state)
+        differ = [
+            box for box in {**found, **expected} if (found.get(box) or _NONE)[0] != (expected.get(box) or _NONE)[0]
+        ]
+        said = gather(self._coordinator, "replay", [(found.get(box) or expected[box])[1] for box in differ])
+        if not any(said):
+            return None
+        return Difference(
+            step=save,
+            after_step=before,
+            leaves=tuple(dict.fromkeys(name for names in said for name in names)),
+            processes=tuple(process for process, names in enumerate(said) if names),
+        )
+
+    def record(self, manager: CheckpointManager, saves: Sequence[SaveId]) -> None:
+        """Certifies saves in the durable root; process 0 writes, and its error is raised on all."""
+        held = [each.save_id for each in manager.steps()]
+
+        def write() -> None:
+            certify_saves(open_store(root_url(manager.directory)), saves, held=held)
+
+        if saves:
+            self._coordinator.ask_process_0("certified", write)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,15 +233,6 @@ class NewSave:
     reason: str = ""
     damaged: bool = False
     deleted: bool = False
-
-
-@dataclass(slots=True)
-class _Run:
-    """The replay of the run, which has come to `save`: its state, and the batches that follow."""
-
-    save: SaveId
-    state: Any
-    batches: Iterator[Any]
 
 
 def replay_new(
@@ -266,44 +265,39 @@ def replay_new(
     Raises ValueError for steps of stock Orbax to record, a state without leaves, and batches that end. Raises what
     `follow` and `restore` raise, except for a save that is damaged or deleted: it is left out.
     """
-    coordinator, take_step = make_coordinator(), plan.make_step()
-    run: _Run | None = None
+    run, last = _Run(plan, make_coordinator()), None
     for found in follow(root, newest_only=True, prove=False, poll_s=poll_s, idle_timeout_s=idle_timeout_s):
-        if record and not found.save_id.ours:
-            raise ValueError(f"replay: step {found.step} was written by stock Orbax, and has no identity to certify")
+        save_id = _identity(found.save_id, found.step, record)
         try:
             restored = found.restore(plan.args)
         except (CorruptCheckpointError, StepNotFoundError) as error:
             is_deleted = isinstance(error, StepNotFoundError)
             yield NewSave(step=found.step, reason=str(error), damaged=not is_deleted, deleted=is_deleted)
             continue
-        reason = _why_not(run, found, steps_max)
-        if run is None or reason:
-            batches = iter(plan.make_batches(found.step, restored))
-            run = _Run(found.save_id, _state(plan.state_of, restored, found.step), batches)
+        reason = _why_not(last, save_id, steps_max)
+        last = save_id
+        if reason:
+            run.begin(found.step, restored)
             del restored
             yield NewSave(step=found.step, reason=reason)
             continue
-        expected, before = box_digests(_state(plan.state_of, restored, found.step)), run.save.step
+        expected, before = box_digests(_state(plan, restored, found.step)), run.step
         del restored
-        run.state = steps_taken(take_step, run.state, run.batches, before, found.step)
-        run.save = found.save_id
-        difference = compared(coordinator, box_digests(run.state), expected, before, found.step)
+        difference = run.reach(found.step, expected)
         if record and difference is None:
-            record_certified(found.manager, coordinator, [found.save_id])
-        steps = (before, found.step)
-        certificate = Certificate(steps=steps, steps_replayed=found.step - before, difference=difference)
+            run.record(found.manager, [save_id])
+        certificate = Certificate(steps=(before, found.step), steps_replayed=found.step - before, difference=difference)
         yield NewSave(step=found.step, certificate=certificate)
         if difference is not None:
             return
 
 
-def _why_not(run: _Run | None, found: FollowedStep, steps_max: int) -> str:
-    """Why a save is where the replay begins anew; empty if it is replayed."""
-    if run is None:
+def _why_not(last: SaveId | None, save: SaveId, steps_max: int) -> str:
+    """Why a save is where the replay begins anew, after the save `last`; empty if it is replayed."""
+    if last is None:
         return "the first save"
-    if found.save_id.epoch != run.save.epoch or found.step <= run.save.step:
+    if save.epoch != last.epoch or save.step <= last.step:
         return "the job was restarted or went back"
-    if found.step - run.save.step > steps_max:
-        return f"{found.step - run.save.step} steps after save {run.save.step}, and {steps_max} are the most"
+    if save.step - last.step > steps_max:
+        return f"{save.step - last.step} steps after save {last.step}, and {steps_max} are the most"
     return ""

@@ -36,7 +36,7 @@ _AGAIN_S = 0.02  # where the victims do not run now
 class Injected:
     """A fault that happened. `at_s`: seconds from the start of the job; `did`: the damage in words.
 
-    `back_s`: until the job made a step again; `repeated`: the steps that it did again. None where nobody knows.
+    `back_s`: until the job made a step again; `repeated`: the steps that it did again. None where it is not known.
     """
 
     fault: Fault
@@ -49,7 +49,7 @@ class Injected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosRun:
-    """The end of a job under faults. `code` is None for a job that goes on, since it was not started here."""
+    """The end of a job under faults. `code` is None for a job that continues, since it was not started here."""
 
     code: ExitCode | None
     seconds: float

@@ -129,7 +129,7 @@ def chaos(
 
     With --report and without --events, a manager that is given no event log writes one there.
 
-    With --attach the faults hit a job that runs on this host already. It goes on when this command has ended.
+    With --attach the faults hit a job that runs on this host already. The job continues when this command has ended.
     """
     if bool(command) == (attach is not None):
         raise click.UsageError("no command to run: give it after --" if attach is None else "--attach runs no command")

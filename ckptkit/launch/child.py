@@ -154,7 +154,7 @@ class Child:
                     threading.Event().wait(0.001)
 
     def _read(self) -> None:
-        """Passes lines on until the pipe ends; goes on reading after an error, so that the child never blocks."""
+        """Passes lines on until the pipe ends; continues to read after an error, so that the child never blocks."""
         with open(self._output_fd, encoding="utf-8", errors="replace") as lines:
             while line := lines.readline(LINE_LIMIT_CHARS):
                 try:

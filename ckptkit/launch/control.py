@@ -1,4 +1,4 @@
-"""A connection between two agents: both prove that they know the secret, every message is bounded and has a MAC.
+"""A connection between two agents. Each verifies that the other has the secret; messages are bounded and have a MAC.
 
 A connection has two threads: one receives, and one sends pings. Messages and the end go to callbacks.
 """
@@ -156,7 +156,7 @@ class Listener:
         return self._server.getsockname()[1]
 
     def close(self) -> None:
-        """Accepts nobody any more."""
+        """Accepts no more connections."""
         self._closed = True
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
@@ -203,13 +203,13 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def connect(host: str, port: int, secret: str, silence_s: float) -> Connection:
-    """A connection to the first agent. Raises `ControlError` for a wrong secret, and OSError where nobody answers, or
+    """A connection to the first agent. Raises `ControlError` for a wrong secret, and OSError where no agent answers, or
     where the connection breaks before the greeting."""
     known = checked_secret(secret)
     link = socket.create_connection((host, port), timeout=HANDSHAKE_S)
-    if link.getsockname() == link.getpeername():  # TCP connects a port of this host to itself where nobody listens
+    if link.getsockname() == link.getpeername():  # TCP connects a port of this host to itself without a listener
         link.close()
-        raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
+        raise ConnectionRefusedError(f"no process listens at {host}:{port}")
     try:
         key = _greet_server(link, known)
     except BaseException:
@@ -228,7 +228,7 @@ def checked_secret(secret: str) -> bytes:
 
 
 def _greet_client(link: socket.socket, secret: bytes) -> bytes:
-    """The server's side: it proves nothing before the client has."""
+    """The server's side: it sends its MAC only after it has verified the client's."""
     deadline = Deadline(HANDSHAKE_S)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     own = secrets.token_bytes(_NONCE_BYTES)

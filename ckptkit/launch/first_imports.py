@@ -290,7 +290,7 @@ def _asks_for_main(statement: ast.stmt) -> bool:
 
 
 def _changes_nothing(statement: ast.stmt, bound: dict[str, str]) -> bool:
-    """Whether a statement of a module changes nothing outside of it, whatever it reads."""
+    """Whether a statement of a module changes nothing outside of it; it may read anything."""
     if isinstance(statement, ast.Pass):
         return True
     if isinstance(statement, ast.Expr):

@@ -57,7 +57,7 @@ class Follower:
         self._inbox: queue.SimpleQueue[dict[str, Any] | ControlError] = queue.SimpleQueue()
         self._attempt: int | None = None
         self._alive: list[Child] = []
-        self._grace: Deadline | None = None  # of workers that were told to end
+        self._grace: Deadline | None = None  # of workers that have the order to end
         self._told, self._has_news = Told(), False
         self._is_ordered = False  # to end the workers; from the thread of the connection
         self._to_pass: list[int] = []

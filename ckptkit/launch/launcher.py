@@ -226,7 +226,7 @@ class Launcher:
 
     def _tell_loss(self, attempt: int, loss: Loss) -> None:
         noticed_s = monotonic_s()
-        lost_s = self._killed_s.get(loss.process, noticed_s)  # by `kill`: nobody else's moment is known
+        lost_s = self._killed_s.get(loss.process, noticed_s)  # by `kill`: the moment of other losses is not known
         fields: dict[str, Any] = {"wiped": self._wiped.get(loss.process, ())}
         if loss.process in self._killed_s:
             fields["detect_s"] = round(noticed_s - lost_s, 6)
@@ -249,7 +249,7 @@ class Launcher:
             return ExitCode.INTERRUPTED
         if ExitCode.PREEMPTED not in codes.values():
             return ExitCode.OK
-        self._say("preempted, state saved: the same command goes on from there")
+        self._say("preempted, state saved: the same command continues from there")
         return ExitCode.PREEMPTED
 
     def _fail(self, error: Exception) -> None:
@@ -317,7 +317,7 @@ class Launcher:
         return Loss(process=hung.process, returncode=-signal.SIGSTOP, why=why)
 
     def _take_beats(self, watch: Watch) -> Hang | None:
-        """Shows what the newest beats tell; returns the worker that hangs."""
+        """Shows the content of the newest beats; returns the worker that hangs."""
         beats = self._local.beats()
         if (back := watch.recovery(beats)) is not None:
             self._say(back.text)

@@ -55,7 +55,7 @@ class LogFiles:
 
 
 class OncePrinter:
-    """Prints lines with their process, and a line that several processes print alike only once.
+    """Prints lines with their process, and an equal line of several processes only once.
 
     The n-th time that a process prints a line is shown unless another process has already printed it n times.
     """

@@ -75,7 +75,7 @@ class Loss:
 
     @staticmethod
     def is_one(returncode: int) -> bool:
-        """Whether a process that ended so was lost: neither done nor, told to stop, gone with its state saved."""
+        """Whether a process with this exit code was lost: it neither finished nor saved its state in a preemption."""
         return returncode not in (ExitCode.OK, ExitCode.PREEMPTED)
 
     @property
@@ -109,8 +109,8 @@ class HangPolicy:
 
     Where that is None, only a loop that marks its steps has a limit: it calls `should_save`, `save` or a `step` span
     far more often than it saves. A loop that calls the manager only where it saves is never ended, because its next
-    call may be hours away. The learnt limit is ten times the longest pause of this job between two steps (before the
-    first step of an attempt: ten times the longest time to a first step), and 1,800 s at least. When it has passed
+    call may be hours away. The learnt limit is ten times the longest pause of this job between two steps, and 1,800 s
+    at least. Before the first step of an attempt it is ten times the longest time to a first step. When it has passed
     once, the stacks go to the log; when it has passed twice, the job is lost.
     """
 
@@ -136,7 +136,7 @@ def next_attempt(log: Path | None) -> int:
 
 
 def _ignore(*_: Any) -> None:
-    """A hook that nobody has set."""
+    """A hook that is not set."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class Report:
 class Roster:
     """Owns the connections to the other agents. `wake` is called from their threads when a report can be taken.
 
-    `told`: what signals told the agents of the job. A spare that is told to end leaves, and the job goes on.
+    `told`: the requests that the agents of the job got by signals. A spare that gets one leaves, and the job continues.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Roster:
             host.connection.send({"do": "preload"})
 
     def close(self, code: int) -> None:
-        """Tells every agent how the job ended, and lets them go."""
+        """Sends every agent the exit code of the job, and closes the connections."""
         self._listener.close()
         with self._lock:
             hosts, self._hosts = self._hosts, []

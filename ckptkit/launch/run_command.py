@@ -298,7 +298,7 @@ def hosts_of(
     if rank is None:
         rank = next((int(environ[name]) for name in _RANKS if name in environ), None)
     if rank is None:
-        raise click.UsageError("give --node-rank: nothing in the environment tells which host this is")
+        raise click.UsageError("give --node-rank: no environment variable has the rank of this host")
     if rendezvous is None and in_slurm:
         job = int(environ.get("SLURM_JOB_ID", "0"))
         rendezvous = f"{first_node(environ['SLURM_STEP_NODELIST'])}:{_PORTS[job % len(_PORTS)]}"

@@ -1,4 +1,4 @@
-"""Signals as calls, for the time of a block, and what they told an agent."""
+"""Signals as calls, for the time of a block, and the requests that an agent got by them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _FOR_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 
 @dataclass(slots=True)
 class Told:
-    """How often an agent was told to preempt the job, and to stop it."""
+    """How often an agent was asked to preempt the job, and to stop it."""
 
     preempted: int = 0
     stopped: int = 0
 
     @property
     def stops(self) -> int:
-        """How often it was told to stop: who is told again that the job is preempted is to hurry."""
+        """How often it was asked to stop. A repeated request to preempt counts too: the agent is to hurry."""
         return self.stopped + max(0, self.preempted - 1)
 
     def note(self, other: Told) -> None:
-        """Adds what another agent was told. A scheduler tells all of them the same thing: that is not once more."""
+        """Adds the requests to another agent. A scheduler sends one request to all agents: it counts once."""
         self.preempted = max(self.preempted, other.preempted)
         self.stopped = max(self.stopped, other.stopped)
 

@@ -45,7 +45,7 @@ class ColdProgramError(StandbyError):
 class Standby:
     """A template process. It ends with `close`, and with the thread that made it.
 
-    This process becomes a subreaper: it inherits workers that the template forks, and whatever they leave behind.
+    This process becomes a subreaper: it inherits workers that the template forks, and processes that they leave.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Standby:
         self._awaited, self.was_ready = 1, False  # answers of the template; whether it has once imported everything
         self._seen = {name: env.get(name) for name in _HIDES_DEVICES}
         self._socket, theirs = socket.socketpair()
-        self._output_fd = os.memfd_create("ckptkit-template", os.MFD_CLOEXEC)  # a pipe that nobody reads would fill up
+        self._output_fd = os.memfd_create("ckptkit-template", os.MFD_CLOEXEC)  # a pipe without a reader would fill up
         try:
             argv = [*prefix, command.interpreter, *command.options, worker.__file__, "template", str(theirs.fileno())]
             self._running: Running | None = spawn(
@@ -114,7 +114,7 @@ class Standby:
         return [Running(pid=pid, output_fd=read_fd) for pid, (read_fd, _) in zip(answer["pids"], pipes, strict=True)]
 
     def close(self) -> None:
-        """Ends the template; its workers go on."""
+        """Ends the template; its workers continue."""
         self._socket.close()
         if self._running is not None:
             with suppress(ProcessLookupError):

@@ -77,7 +77,7 @@ def run(order: dict) -> None:
         error.__traceback__ = _without_ours(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()
-        known = sys.modules.get("ckptkit.errors")  # a restart would end alike: the script has to be changed
+        known = sys.modules.get("ckptkit.errors")  # a restart would end in the same way: the script has to be changed
         sys.exit(2 if known is not None and isinstance(error, known.NotJoinedError) else 1)
     finally:
         del before  # until here: its globals are this module's

@@ -1,4 +1,4 @@
-"""The calls that all processes make together, apart from saves: restore, scrub, reload, delete."""
+"""The calls that all processes make together, apart from saves: restore, reload, delete."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from ckptkit.manager.restore import Resumer
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.run_account import RunAccount
 from ckptkit.manager.save import Request, Saver
-from ckptkit.manager.scrub import Scrubber
+from ckptkit.manager.scrub import SlotScrub, scrub_slots
 from ckptkit.manager.settings import Settings, check_types
 from ckptkit.manager.subclass import warn_of_overrides
 from ckptkit.model.durable_profile import DurableProfile
@@ -41,7 +41,6 @@ from ckptkit.save.under_way import described, exit_drain
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
-from ckptkit.verification import Scrub
 
 _log = logging.getLogger("ckptkit")
 _STALL_SPARE_S = 60.0  # a piece of a slow disk, a request that is sent again
@@ -127,7 +126,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._saver = Saver(self._settings, self._components)
         self._resumer = Resumer(self._settings, self._components, self._logger, self._account)
         self._last_saver = LastSaver(self._settings, self._components, self._saver)
-        self._scrubber = Scrubber(self._components)
         self._calls = CollectiveCalls(self._pipeline)
         exit_drain.add(self._pipeline.under_way, processes.close_timeout_s)
         self.inner = self._catalog = Catalog(self._components, self._resumer, self._calls)
@@ -467,16 +465,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             account.taken = True
             return self._last_saver.save(step, args, grace_s, metrics, custom_metadata)
 
-    def scrub(self, *, repair: bool = False) -> Scrub:
-        """Verifies every cell in this process's slots (copies for other hosts too); with `repair`, repairs damage.
+    def scrub(self) -> SlotScrub:
+        """Verifies every cell in this process's slots (copies for other hosts too), also while saves are in flight.
 
-        Called by all processes together; waits for saves in flight. A cell is rebuilt, bit for bit, from this host,
-        then other processes, then the durable tier. Cost: a read of every slot, and two exchanges that wait `timeout_s`
-        for the slowest process. Raises `StoreError` if a tier cannot be read; damage is in the result and in events.
+        Damage is in the result and in events. A damaged slot stays until the next save that takes it, which writes
+        every byte of it; until then a restore reads its damaged cells from another copy. Each process calls it when it
+        likes. Cost: a read of every slot. Raises `StoreError` if a slot may not be read.
         """
-        with self._calls.entered("scrub") as about:
-            self._resumer.refuse_while_pending("scrub")
-        return self._scrubber.scrub(about, repair=repair)
+        return scrub_slots(self._components.storage.arenas.values(), self._settings.events)
 
     def wait_until_staged(self) -> None:
         """Returns once everything that `save` was given may be donated, also with `staging="gate"`: for a step that is

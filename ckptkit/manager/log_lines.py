@@ -120,7 +120,7 @@ def _differ(event: Event) -> str:
 
 
 def _scrubbed(event: Event) -> str:
-    return f"scrub: step {event.step} in {event.fields['path']}: {event.fields['done']}: {_reason(event)}"
+    return f"scrub: step {event.step} in {event.fields['path']} is damaged: {_reason(event)}"
 
 
 def _reason(event: Event) -> str:

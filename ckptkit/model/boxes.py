@@ -154,7 +154,7 @@ def choose_writers(
     chosen: list[dict[Box, Parts]] = []
     for boxes, itemsize, cell in zip(holders, itemsizes, cells, strict=True):
         writers: dict[Box, Parts] = {}
-        # All boxes of a leaf are cut alike: their parts are a grid, as manifests require.
+        # All boxes of a leaf are cut in the same way: their parts are a grid, as manifests require.
         count = min(map(len, boxes.values()), default=1)
         for box, processes in boxes.items():
             parts = []

@@ -44,7 +44,7 @@ def digested_cells(manifest: Manifest) -> Iterator[DigestedCell]:
                     yield DigestedCell(item, leaf, record, cell, start, stop, digest)
 
 
-# A cell, its byte range in its box, and the flat bytes that it goes to -> its elements, or those bytes, filled.
+# A cell, its byte range in its box, and the flat bytes that it fills -> its elements, or those bytes, filled.
 FetchCell = Callable[[Box, int, int, np.ndarray], np.ndarray]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 Codec = Literal["zstd", "zstd_shuffle", "lz4_shuffle"]
 # As zarr 2 spells them. Shuffling puts bytes of equal significance next to each other: the exponents of weights are
-# alike.
+# similar.
 COMPRESSORS: Final[Mapping[Codec, Mapping[str, Any]]] = {
     "zstd": {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 0, "blocksize": 0},
     "zstd_shuffle": {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 1, "blocksize": 0},

@@ -76,7 +76,7 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Leaves of the new model that match take their own dtype, whatever was stored.
+    """Leaves of the new model that match take their own dtype instead of the stored one.
 
     Keys are never cast, and complex numbers never to real ones. A Python number takes a stored value without loss, or
     the surgery fails.
@@ -119,7 +119,7 @@ Rule = Take | Rename | Skip | Init | Cast | Quantize
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """The names without the `value` that NNX puts at the end of every path; all as they are if two would be alike."""
+    """The names without the `value` that NNX puts at the end of every path; all as they are if two would be equal."""
     short = [without_nnx_leaf(name) for name in names]
     return short if len(set(short)) == len(names) else list(names)
 

@@ -44,7 +44,7 @@ class SaveId:
     root had the record of this epoch when the save was made; otherwise it names the newest record that the run knew
     (`Ancestry.head`).
 
-    Order is the order of saving, whatever the steps are. Steps of stock Orbax, and saves outside of runs (epoch 0),
+    Order is the order of saving, not of the step numbers. Steps of stock Orbax, and saves outside of runs (epoch 0),
     have no number: they are ordered by step, after what ckptkit saved in the same epoch.
     """
 
@@ -62,7 +62,7 @@ class SaveId:
 
     @property
     def made(self) -> tuple[int, float, int]:
-        """When it was made, as far as numbers tell: what the order of saves compares."""
+        """When it was made, as far as its numbers show it: the key by which saves are ordered."""
         return self.epoch, self.number if self.epoch > 0 and self.ours else math.inf, self.step
 
     def __lt__(self, other: SaveId) -> bool:

@@ -213,7 +213,7 @@ def step_of_name(name: str, *, temporary: bool = True) -> int | None:
 def temporary_name(step_name: str, epoch: int, attempt: str) -> str:
     """The name of a step's directory while it is written on a disk: no other attempt has it, of this run or another.
 
-    Orbax takes whatever contains `TEMPORARY` for a step that is not committed.
+    Orbax takes every name that contains `TEMPORARY` for a step that is not committed.
     """
     return f"{step_name}{TEMPORARY}-e{epoch:08d}-{attempt}"
 

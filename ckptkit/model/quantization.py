@@ -37,9 +37,9 @@ class LeafError:
 
 
 def blocks_of_scales(shape: Sequence[int], scales: Sequence[int]) -> list[tuple[int, ...]]:
-    """The blocks of a weight that scales of that shape may belong to: none if they fit none, two if shapes cannot tell.
+    """The blocks of a weight that scales of that shape may belong to: none if none fits, two if the shapes allow both.
 
-    Either all blocks are equal, or their size is a power of two and the last one is cut at the edge: 192 rows with 2
+    Either all blocks are equal, or their size is a power of two and the last one is cut at the edge. 192 rows with 2
     scales are 96 and 96, or 128 and 64 as in the models of DeepSeek and transformers. One scale alone is of all.
     """
     if math.prod(scales) == 1:

@@ -144,7 +144,7 @@ class KeepGood:
     """Keeps `count` steps: the newest ones, and in the place of the oldest of them the newest good one from there on.
 
     So one good step with `count - 1` newer ones is kept until a newer step is in its place. `is_good` gets a save (with
-    its `step`) and has to answer alike on all processes. Without any good step the newest ones are kept.
+    its `step`) and has to return the same on all processes. Without any good step the newest ones are kept.
     """
 
     count: int

@@ -23,7 +23,7 @@ _PAUSE_S = 0.1  # between tries
 _TRY_S = 10.0  # for one step of one try: a connection, a piece of an answer
 _PIECE_BYTES = 1 << 20
 _KEPT_MAX = 64  # idle connections in all: a restore may ask a thousand processes
-_PROVEN_PER_S = 1e9  # bytes of a copy that its keeper proves in a second, at the least
+_PROVEN_PER_S = 1e9  # bytes of a copy that its keeper verifies in a second, at the least
 
 
 @final
@@ -66,7 +66,7 @@ class PeerClient:
         return within(manifest, slot_bytes_of(tag)), tag
 
     def reader(self, process: int, save_id: SaveId, share: int, tag: str) -> Any:
-        """A `BoxReader` of that share's boxes, each cell proven."""
+        """A `BoxReader` of that share's boxes; each cell is compared with its digest."""
         path = _path(save_id, share, "bytes")
         where = f"{self._where(process)}{path}"
 
@@ -101,7 +101,7 @@ class PeerClient:
             said = {"Content-Range": f"bytes {start}-{start + piece.nbytes - 1}/*"}
             self.ask(process, "PUT", f"{path}/bytes", said, body=memoryview(piece))  # pyright: ignore[reportArgumentType]
             yield start + piece.nbytes
-        patience_s = memory.nbytes / _PROVEN_PER_S  # it answers once it has proven the whole of it
+        patience_s = memory.nbytes / _PROVEN_PER_S  # it answers once it has verified the whole copy
         self.ask(process, "POST", f"{path}/manifest", {}, body=text_for(slot.decode()), patience_s=patience_s)
 
     def ask(

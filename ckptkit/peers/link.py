@@ -111,7 +111,7 @@ def _local_address(host: str, port: int) -> str:
 
 
 def _addresses(host: str, port: int) -> list[Any]:
-    """The address of a name. When a thousand hosts start at once, the name server may tell some to retry."""
+    """The address of a name. When a thousand hosts start at once, the name server may ask some to retry."""
     deadline = Deadline(_NAME_S)
     while True:
         try:

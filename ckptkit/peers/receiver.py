@@ -1,8 +1,8 @@
-"""Keeps copies of other processes' shares: takes their bytes into slots of its own, and proves them before they count.
+"""Keeps copies of other processes' shares: writes their bytes into its own slots, and verifies them before they count.
 
 POST /copies/<save>/<process>            {"bytes": n}              a slot for a copy: its name
 PUT  /copies/<save>/<process>/bytes      Content-Range, the bytes
-POST /copies/<save>/<process>/manifest   the manifest              proven, then committed
+POST /copies/<save>/<process>/manifest   the manifest              verified, then committed
 """
 
 from __future__ import annotations

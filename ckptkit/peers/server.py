@@ -59,7 +59,7 @@ class ServerLimits:
     connections_max: int = 512
     request_s: float = 30.0
     idle_s: float = 30.0
-    busy_s: float = 5.0  # of waiting for a turn, before it is told to come again: less than a client's try
+    busy_s: float = 5.0  # of waiting for a turn, before the answer 503 (try again): less than a client's try
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _request_log() -> logging.Logger:
 
 @final
 class PeerServer:
-    """Owner of the thread `ckptkit-peers`. Answers nobody before `admit` has given it the job's secret.
+    """Owner of the thread `ckptkit-peers`. Answers no request before `admit` has given it the job's secret.
 
     `also` handles requests that are not reads (the receiver of copies); None: without a receiver.
     """
@@ -170,7 +170,7 @@ class PeerServer:
             keepalive_timeout=self._limits.idle_s,
             lingering_time=0,
         )
-        # One address, even for a name with several: the others are told this one.
+        # One address, even for a name with several: the other processes get this one.
         family, *_, place = (await self._loop.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM))[0]
         self._listener = await self._loop.create_server(
             self._connect, str(place[0]), 0, family=family, backlog=self._limits.connections_max

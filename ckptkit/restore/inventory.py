@@ -21,7 +21,6 @@ from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.manifest import Manifest, SaveId
 
 REPORT_BYTES_MAX = 4096  # of one process's report of one save
-GIVERS_MAX = 16  # whose manifests are looked into for one damaged share
 _REFUSAL_CHARS_MAX = 500  # of a reason: escaped, six bytes of JSON for each at the most
 
 
@@ -138,24 +137,6 @@ def distinct_shares(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[
                 for writer, boxes in held.shares:
                     chosen.setdefault(boxes, (process, writer))
     return sorted(chosen.values())
-
-
-def givers_of(reports: Sequence[Sequence[Held]], save_id: SaveId, *, writer: int, boxes: str) -> list[tuple[int, int]]:
-    """The (process, share) pairs that probably hold the boxes of the share of `writer`, whose box set is `boxes`. The
-    most probable is first; `GIVERS_MAX` at the most.
-
-    First copies of the share itself, then those with the same boxes (data replicas), then the nearest. Boxes that a
-    mesh splits along one axis only are held by neighbours too.
-    """
-    held = [
-        (share, share_boxes, process)
-        for process, report in enumerate(reports)
-        for each in report
-        if each.save_id == save_id
-        for share, share_boxes in each.shares
-    ]
-    held.sort(key=lambda each: (each[0] != writer, each[1] != boxes, abs(each[0] - writer)))
-    return [(process, share) for share, _, process in held[:GIVERS_MAX]]
 
 
 def hole_in(manifests: Sequence[Manifest]) -> str | None:

@@ -30,7 +30,7 @@ class ElasticBatches(grain.DatasetIterator):
       (`filter`) raise ValueError at the first missing element: use them on an `IterDataset`.
     * `grain.DataLoader` with `NoSharding`, whose operations are `Map` and `RandomMap`: the same, in the loader's worker
       processes. Other operations: as an `IterDataset`.
-    * `grain.IterDataset`, for whatever has no index (filter, packing, Parquet): every process reads the whole stream
+    * `grain.IterDataset`, for data without an index (filter, packing, Parquet): every process reads the whole stream
       and keeps its rows. The state is that of the stream.
     * A sequence of `IterDataset`s, one for each part of the data: every batch takes `global_batch / len(data)` rows
       from each, and a process reads only those of which it has rows. The number of streams is fixed for the run, the
@@ -109,7 +109,7 @@ class ElasticBatches(grain.DatasetIterator):
         return self._position(self._step, self._record_of()(self._step), streams).to_json()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a position. Raises ValueError if it is that of other data."""
+        """Continues from a position. Raises ValueError if it is that of other data."""
         position = DataPosition.from_json(state)
         here = self._origin
         if position.records != here.records:

@@ -79,7 +79,7 @@ def compiled(fn: Any, *args: Any, cache: str | os.PathLike[str] | None, key: Any
     If only the sources changed, the function is traced and lowered, and a kept program of the same result is loaded.
 
     `cache` is a local directory; None compiles without one. Its files hold pickles, so it has to belong to this user,
-    and nobody else may write there; otherwise it is not used, with a warning. A program that cannot be serialised is
+    and no other user may write there; otherwise it is not used, with a warning. A program that cannot be serialised is
     not kept, with a warning. The newest 64 programs are kept.
 
     Cost of a load: the sources are read and hashed (about 10 ms for 100 files), the executable is deserialised. A
@@ -148,7 +148,7 @@ class _Proof:
         with self._lock:
             if self._thread is None:
                 leaves = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
-                first = min(leaves, key=lambda leaf: leaf.size, default=None)  # likely a loss, which nobody donates
+                first = min(leaves, key=lambda leaf: leaf.size, default=None)  # likely a loss, which no caller donates
                 # Not a daemon: a process that ends waits for it, since a trace at the end of the interpreter may crash.
                 self._thread = threading.Thread(target=self._compare, args=(first,), name="ckptkit-prove-program")
                 self._thread.start()
@@ -156,7 +156,7 @@ class _Proof:
             raise self._error
 
     def wait(self) -> None:
-        """Returns when the program is proven; raises what the comparison found."""
+        """Returns when the program is verified; raises the error that the comparison found."""
         self.advance()
         assert self._thread is not None
         self._thread.join()
@@ -181,7 +181,7 @@ class _Proof:
             self.is_proven = True
             unproven.remove(id(self))
             return
-        with suppress(OSError):  # a program whose key does not tell its versions apart is not kept again
+        with suppress(OSError):  # a program whose key does not distinguish its versions is not kept again
             write_whole(self._path, _REFUTED, mode=_MODE)
         self._error = ProgramChangedError(
             f"{self._path} was made from another program than {_name(self._fn)} gives now, and some steps ran with it; "

@@ -11,7 +11,6 @@ from typing import Any, final
 from ckptkit.errors import CheckpointError, ReplicaMismatchError
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
-from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import DIFFERENCES_NAMED, ReplicaPolicy
 from ckptkit.save.outcomes import Outcomes
@@ -21,13 +20,11 @@ from ckptkit.snapshot.replicas import (
     BoxHolders,
     LocalReplica,
     LocalReplicasOf,
+    ReplicaSet,
     Rotation,
-    SharedBox,
-    differing_local_replicas,
-    has_replicas,
     hash_of,
     minority,
-    shared_boxes,
+    replica_sets,
     twin_shards,
 )
 from ckptkit.snapshot.shards import Held
@@ -45,9 +42,7 @@ class _Shared:
 
     description: Description
     local_replicas: LocalReplicasOf
-    boxes: Mapping[str, list[SharedBox]]  # by the name of the set of processes that hold them
-    holders: Mapping[str, BoxHolders]  # the same
-    compared: bool
+    sets: Mapping[str, ReplicaSet]
 
 
 @final
@@ -88,15 +83,17 @@ class ReplicaComparison:
         digests: Mapping[int, Digests] | None,
     ) -> dict[str, Any] | None:
         """This process's report of its boxes; None if nothing is compared, or nothing was staged."""
-        shared = self._of(description)
-        if self._policy is None or not shared.compared or digests is None:
+        if self._policy is None or digests is None:
             return None
-        process = self._coordinator.process
-        sets = {name: boxes for name, boxes in shared.boxes.items() if process in shared.holders[name]}
-        local = differing_local_replicas(shared.description, local_replicas, digests)[:DIFFERENCES_NAMED]
+        process, first = self._coordinator.process, len(description.extents)
+        sets = {name: each for name, each in self._of(description).sets.items() if process in each.holders}
+        differ = {
+            each.number: each for at, each in enumerate(local_replicas) if digests[first + at] != digests[each.number]
+        }
+        local = list(differ.values())[:DIFFERENCES_NAMED]
         return {
-            "sets": {name: hash_of(boxes, digests) for name, boxes in sets.items()},
-            "local": [self._local(shared.description, local_replicas, each, digests) for each in local],
+            "sets": {name: hash_of(each.boxes, digests) for name, each in sets.items()},
+            "local": [self._local(description, local_replicas, each, digests) for each in local],
         }
 
     def decide(self, ballots: Sequence[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str] | None]:
@@ -136,7 +133,7 @@ class ReplicaComparison:
         if self._policy is None or not (found["sets"] or found["local"]):
             return None
         shared = self._of(description)
-        ranges: list[_Range] = [(each, 0, len(shared.boxes[each])) for each in found["sets"]]
+        ranges: list[_Range] = [(each, 0, len(shared.sets[each].boxes)) for each in found["sets"]]
         differences = [*found["local"], *(yield from self._look_into(save_id, name, shared, ranges, digests))]
         if self._policy.reported_max is not None and len(differences) > self._policy.reported_max:
             _log.debug("replicas differ in %d boxes or more: as by nondeterministic kernels", len(differences))
@@ -152,14 +149,10 @@ class ReplicaComparison:
 
     def _of(self, description: Description) -> _Shared:
         if self._metadata_index is None or self._metadata_index.description is not description:
-            boxes = shared_boxes(description, self._coordinator.process)
-            names = {holders: _name_of(holders) for holders in boxes}
             self._metadata_index = _Shared(
                 description=description,
                 local_replicas=LocalReplicasOf(description),
-                boxes={names[holders]: found for holders, found in boxes.items()},
-                holders={name: holders for holders, name in names.items()},
-                compared=has_replicas(description),
+                sets=replica_sets(description, self._coordinator.process),
             )
         return self._metadata_index
 
@@ -180,9 +173,9 @@ class ReplicaComparison:
             if digests is not None:
                 mine["hashes"] = self._hashes(shared, ranges, digests)
             try:
-                verdict = yield Agree("replica-details", name, mine, partial(_narrowed, shared.holders))
+                verdict = yield Agree("replica-details", name, mine, partial(_narrowed, shared.sets))
             except CheckpointError as error:
-                return [*found, *(_unnamed(shared.holders[name], str(error)) for name, _, _ in ranges)]
+                return [*found, *(_unnamed(shared.sets[name].holders, str(error)) for name, _, _ in ranges)]
             found += [_named(shared, each) for each in verdict["boxes"]]
             ranges = [(name, start, stop) for name, start, stop in verdict["ranges"]]
         return found[:DIFFERENCES_NAMED]
@@ -190,8 +183,8 @@ class ReplicaComparison:
     def _hashes(self, shared: _Shared, ranges: Sequence[_Range], digests: Mapping[int, Digests]) -> dict[str, Any]:
         hashes = {}
         for at, (name, start, stop) in enumerate(ranges):
-            if self._coordinator.process in shared.holders[name]:
-                boxes = shared.boxes[name]
+            holders, boxes = shared.sets[name]
+            if self._coordinator.process in holders:
                 hashes[str(at)] = [hash_of(boxes[a:b], digests) for a, b in _parts(start, stop)]
         return hashes
 
@@ -228,24 +221,20 @@ def _first_look(values: Sequence[Any]) -> dict[str, Any]:
     for value in said:
         for name, found in value["sets"].items():
             sets.setdefault(name, set()).add(found)
-    every = [each for value in said for each in value["local"]]
-    local = list(
-        {(each["item"], each["leaf"], str(each["box"]), str(each["holders"])): each for each in every}.values()
-    )
     return {
         "sets": [name for name in sorted(sets) if len(sets[name]) > 1][:DIFFERENCES_NAMED],
-        "local": local[:DIFFERENCES_NAMED],
+        "local": [each for value in said for each in value["local"]][:DIFFERENCES_NAMED],
     }
 
 
-def _narrowed(holders: Mapping[str, BoxHolders], values: list[Any]) -> dict[str, Any]:
+def _narrowed(sets: Mapping[str, ReplicaSet], values: list[Any]) -> dict[str, Any]:
     """From the hashes of ranges to the parts that differ: ranges to be asked for next, and single boxes."""
     if any((value["save"], value["ranges"]) != (values[0]["save"], values[0]["ranges"]) for value in values):
         raise CheckpointError("the processes compare different saves: one of them was late")
     ranges: list[list[Any]] = []
     boxes: list[dict[str, Any]] = []
     for at, (name, start, stop) in enumerate(values[0]["ranges"]):
-        columns = {p: values[p]["hashes"][str(at)] for p in holders[name] if str(at) in values[p]["hashes"]}
+        columns = {p: values[p]["hashes"][str(at)] for p in sets[name].holders if str(at) in values[p]["hashes"]}
         for part, (a, b) in enumerate(_parts(start, stop)):
             held = {process: hashes[part] for process, hashes in columns.items()}
             if len(set(held.values())) < 2:
@@ -268,7 +257,7 @@ def _parts(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _named(shared: _Shared, found: Mapping[str, Any]) -> dict[str, Any]:
-    box = shared.boxes[found["set"]][found["at"]]
+    box = shared.sets[found["set"]].boxes[found["at"]]
     holders = [{"process": process, "host": host, "digest": digest} for process, host, digest, _ in found["held"]]
     suspects = [f"host {host}" for _, host, _, suspected in found["held"] if suspected]
     return _difference(box.item, box.leaf, box.box, holders, suspects)
@@ -303,9 +292,3 @@ def _words(found: Mapping[str, Any]) -> str:
         for each in found["holders"][:4]
     ]
     return f"leaf {found['item']}:{found['leaf']}, box {tuple(start)} to {tuple(stop)}: {'; '.join(who)}"
-
-
-def _name_of(holders: BoxHolders) -> str:
-    """A set of processes in 16 letters: thousands of processes share the scalars, and each sends the set at each
-    save."""
-    return digest_of(",".join(map(str, holders)).encode())[:16]

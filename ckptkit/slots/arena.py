@@ -378,6 +378,13 @@ class Arena:
                     return slot
         return None
 
+    def forget_contents(self, save_id: SaveId) -> None:
+        """The next save in the slot of a save writes every byte, because some of them are damaged."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.save_id == save_id:
+                    slot.contents = UNKNOWN
+
     def release(self, slot: Slot) -> None:
         """Ends one lease."""
         with self._changed:

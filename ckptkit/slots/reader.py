@@ -5,25 +5,29 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import add
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
+import xxhash
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
-from ckptkit.model.cells import copy_proven
+from ckptkit.model.cells import DigestedCell, copy_proven, digested_cells
 from ckptkit.model.digests import COPY_PIECE_BYTES, digest_of
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.util.disk_file import FileReads
 from ckptkit.util.gc_pause import collection_paused
+from ckptkit.util.sharing import share_items
 
+PIECE_BYTES = 1 << 20  # of a slot's file that is digested: read at a time, into memory that is used again
 _RUN_WASTE_MAX = 2  # what a run may copy, over what it was asked for: boxes begin at pages
 
 
@@ -126,6 +130,90 @@ def _unreadable(what: str, error: OSError, directory: Path) -> CorruptCheckpoint
     found = CorruptCheckpointError(f"{what}: {error}", path=str(directory))
     found.__cause__ = error
     return found
+
+
+@contextmanager
+def opened_slot(path: Path) -> Iterator[int]:
+    """A descriptor of a slot's file, past the page cache where that is clean: what a disk holds now is verified.
+
+    Raises `CorruptCheckpointError` where it is missing or not a regular file, OSError where it may not be read.
+    """
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CorruptCheckpointError(f"{path} is not a regular file, as every slot is", path=str(path))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"{path} is missing: the manifest names bytes that do not exist") from error
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class DamagedCell(NamedTuple):
+    """A cell that does not have the bytes of its digest. `found`: the digest of those it has; None if it cannot be
+    read."""
+
+    cell: DigestedCell
+    problem: str
+    found: str | None = None
+
+
+def damaged_cells(
+    path: Path,
+    manifest: Manifest,
+    threads: int,
+    *,
+    piece_bytes: int = PIECE_BYTES,
+    read: Callable[[DigestedCell], None] = lambda cell: None,
+) -> list[DamagedCell]:
+    """Reads every cell of a slot at `path`, and returns those that are damaged, in the order of the manifest.
+
+    Memory: `piece_bytes` for each thread. `read` is called with each cell, by one thread at a time. Raises what
+    `opened_slot` raises.
+    """
+    found: dict[int, DamagedCell] = {}
+    lock = threading.Lock()
+
+    def look(numbered: tuple[int, DigestedCell]) -> None:
+        number, cell = numbered
+        damage = _damage(fd, cell, path, piece_bytes)
+        with lock:
+            found.update({} if damage is None else {number: damage})
+            read(cell)
+
+    with opened_slot(path) as fd:
+        share_items(enumerate(digested_cells(manifest)), look, threads)
+    return [found[number] for number in sorted(found)]
+
+
+def _damage(fd: int, cell: DigestedCell, path: Path, piece_bytes: int) -> DamagedCell | None:
+    offset = cell.record.offset
+    if offset < 0:
+        return DamagedCell(cell, "the manifest does not give the place of its bytes")
+    try:
+        digest = digest_of_range(fd, offset + cell.start, offset + cell.stop, path, piece_bytes)
+    except CorruptCheckpointError as error:
+        return DamagedCell(cell, str(error))
+    return None if digest == cell.digest else DamagedCell(cell, "the bytes are not those that were saved", digest)
+
+
+def digest_of_range(fd: int, start: int, stop: int, path: Path, piece_bytes: int = PIECE_BYTES) -> str:
+    """The digest of a part of a file; by reads, because a mapping of a file that is cut short kills the process."""
+    state, at = xxhash.xxh3_128(), start
+    piece = bytearray(min(piece_bytes, stop - start))
+    while at < stop:
+        view = memoryview(piece)[: min(len(piece), stop - at)]
+        try:
+            read_bytes = os.preadv(fd, [view], at)
+        except OSError as error:  # a bad sector: the bytes are lost
+            raise CorruptCheckpointError(f"{path} cannot be read at byte {at}: {error.strerror}") from error
+        if not read_bytes:
+            raise CorruptCheckpointError(f"{path} ends at byte {at}, the cell at byte {stop}", path=str(path))
+        state.update(view[:read_bytes])
+        at += read_bytes
+    return state.hexdigest()
 
 
 def within(manifest: Manifest, size_bytes: int) -> Manifest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import jax
 
@@ -46,6 +46,13 @@ class SharedBox:
     leaf: str
     box: Box
     number: int | None
+
+
+class ReplicaSet(NamedTuple):
+    """The boxes that these processes hold, and no others."""
+
+    holders: BoxHolders
+    boxes: list[SharedBox]
 
 
 class LocalReplicas(Protocol):
@@ -95,9 +102,9 @@ class LocalReplicasOf:
         )
 
 
-def shared_boxes(description: Description, process: int) -> dict[BoxHolders, list[SharedBox]]:
-    """The boxes of the global state that several processes hold, by their holders. The same on every process except
-    for `number`, because it is made of the global shardings alone."""
+def replica_sets(description: Description, process: int) -> dict[str, ReplicaSet]:
+    """The boxes of the global state that several processes hold, by the name of the set of their holders. The same on
+    every process except for `SharedBox.number`, because it is made of the global shardings alone."""
     shared: dict[BoxHolders, list[SharedBox]] = {}
     number = 0
     for item, sources in description.items.items():
@@ -111,16 +118,13 @@ def shared_boxes(description: Description, process: int) -> dict[BoxHolders, lis
                     known = mine.get(box) if process in holders else None
                     found = SharedBox(item=item, leaf=source.record.name, box=box, number=known)
                     shared.setdefault(holders, []).append(found)
-    return dict(sorted(shared.items()))
+    return {_name_of(holders): ReplicaSet(holders, boxes) for holders, boxes in sorted(shared.items())}
 
 
-def has_replicas(description: Description) -> bool:
-    """Whether any box of the global state is on more than one device; the same on every process."""
-    return any(
-        source.sharding is not None and source.sharding.num_devices > len(source.holders)
-        for sources in description.items.values()
-        for source in sources
-    )
+def _name_of(holders: BoxHolders) -> str:
+    """A set of processes in 16 letters: thousands of processes share the scalars, and each sends the set at each
+    save."""
+    return digest_of(",".join(map(str, holders)).encode())[:16]
 
 
 @final
@@ -183,18 +187,6 @@ def twin_shards(
         kind = unusual_kind(sharding, local_replica.device)
         held.append(Held(local[key][local_replica.device], (local_replica.device,), (extent,), kind))
     return held
-
-
-def differing_local_replicas(
-    description: Description, local_replicas: Sequence[LocalReplica], digests: Mapping[int, Digests]
-) -> list[LocalReplica]:
-    """The local copies whose bits are not those of the copy that is stored."""
-    first = len(description.extents)
-    return [
-        local_replica
-        for at, local_replica in enumerate(local_replicas)
-        if digests[first + at] != digests[local_replica.number]
-    ]
 
 
 def hash_of(boxes: Iterable[SharedBox], digests: Mapping[int, Digests]) -> str:

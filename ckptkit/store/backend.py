@@ -33,7 +33,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One service: what it does, and what TensorStore and fsspec have to be told there."""
+    """One service: its behaviour, and the settings that TensorStore and fsspec need for it."""
 
     properties: Properties
     access: Access

@@ -35,7 +35,7 @@ class Properties:
     """Each version of an object has a number, which copies and deletions may require (`ifGenerationMatch` of GCS)."""
 
     known_to_orbax: bool
-    """Orbax has code of its own for the service, and commits by a marker there without being told (`gs://` alone)."""
+    """Orbax has code of its own for the service, and commits by a marker there without any setting (`gs://` alone)."""
 
 
 @runtime_checkable
@@ -112,7 +112,7 @@ def checked_key(key: str) -> str:
 
 
 def put_new(store: Store, key: str, data: bytes) -> None:
-    """Puts an object that nobody has put with other content; raises `FileExistsError` where somebody has.
+    """Puts an object; raises `FileExistsError` where it exists already with other content.
 
     The same content is success: a client below us may have repeated a put whose answer was lost.
     """

@@ -46,7 +46,7 @@ def _caller(client: Any) -> str:
         found = getattr(signed, name, None)
         if isinstance(found, str) and found and found != "default":
             return found
-    return f"the credentials of {credentials.method or credentials.token} (which name nobody)"
+    return f"the credentials of {credentials.method or credentials.token} (which contain no account)"
 
 
 GS = Backend(

@@ -217,8 +217,8 @@ def make_directory(directory: Path, *, synced: bool, mode: int = 0o777) -> None:
 
 
 def make_durable(directory: str | os.PathLike[str], *, mode: int = 0o777) -> None:
-    """Makes a directory (with permissions `mode`) and those above it. A power failure undoes none of them, whoever made
-    it."""
+    """Makes a directory (with permissions `mode`) and those above it. A power failure undoes none of them, even those
+    that another process made."""
     make_directory(Path(directory), synced=False, mode=mode)
     sync_above(directory)
 

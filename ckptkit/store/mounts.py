@@ -19,7 +19,6 @@ Medium = Literal["memory", "disk", "network", "bucket", "other"]
 Guarantee = Literal[
     "rename",  # of a directory: whole or not at all, for every reader and after a crash
     "links",  # link(2) gives a file a second name, and fails where the name is taken
-    "exchange",  # two names change places in one step: RENAME_EXCHANGE of renameat2(2)
     "locks",  # flock(2) between hosts, or between processes where one host uses it
     "close_to_open",  # who opens a file after another host closed it sees all of it
     "directory_sync",  # fsync(2) of a directory makes the names in it durable
@@ -77,7 +76,7 @@ class FileSystem:
         return self.name == "fuse" or self.name.startswith("fuse.")
 
 
-_RENAME = "https://man7.org/linux/man-pages/man2/rename.2.html"  # with the list of those that have RENAME_EXCHANGE
+_RENAME = "https://man7.org/linux/man-pages/man2/rename.2.html"
 _KERNEL = "https://docs.kernel.org/filesystems"
 _GCSFUSE = "https://github.com/GoogleCloudPlatform/gcsfuse/blob/master/docs/semantics.md"
 _SMB = "https://learn.microsoft.com/openspecs/windows_protocols/ms-fscc/1d2673a8-8fb9-4868-920a-775ccaa30cf8"
@@ -92,42 +91,39 @@ def _rows(medium: Medium, lacks: Iterable[Guarantee], source: str, *names: str) 
 
 
 _ROWS: Final = (
-    *_rows("disk", (), _RENAME, "ext3", "ext4", "xfs", "f2fs", "bcachefs"),
+    *_rows("disk", (), _RENAME, "ext2", "ext3", "ext4", "reiserfs", "jfs", "xfs", "f2fs", "bcachefs"),
     *_rows("disk", (), "https://btrfs.readthedocs.io/en/latest/", "btrfs"),
     # A directory of a lower layer is not renamed (EXDEV): ours are made in the upper one.
     *_rows("disk", (), f"{_KERNEL}/overlayfs.html#renaming-directories", "overlay"),
-    *_rows("disk", ("exchange",), _RENAME, "ext2", "reiserfs", "jfs"),
-    # Direct I/O came with 2.3, RENAME_EXCHANGE with 2.2.
-    *_rows("disk", ("exchange", "direct"), "https://github.com/openzfs/zfs/releases", "zfs"),
-    *_rows("disk", ("exchange", "direct"), "https://github.com/containers/fuse-overlayfs", "fuse.fuse-overlayfs"),
-    *_rows("disk", ("exchange", "direct"), "https://bindfs.org/docs/bindfs.1.html", "fuse.bindfs"),
-    *_rows("disk", ("rename", "links", "exchange"), f"{_KERNEL}/vfat.html", "vfat", "exfat", "msdos"),
+    # Direct I/O came with 2.3.
+    *_rows("disk", ("direct",), "https://github.com/openzfs/zfs/releases", "zfs"),
+    *_rows("disk", ("direct",), "https://github.com/containers/fuse-overlayfs", "fuse.fuse-overlayfs"),
+    *_rows("disk", ("direct",), "https://bindfs.org/docs/bindfs.1.html", "fuse.bindfs"),
+    *_rows("disk", ("rename", "links"), f"{_KERNEL}/vfat.html", "vfat", "exfat", "msdos"),
     # ntfs-3g, and others on a block device.
-    *_rows("disk", ("rename", "links", "exchange", "direct"), f"{_KERNEL}/fuse/index.html", "fuseblk"),
+    *_rows("disk", ("rename", "links", "direct"), f"{_KERNEL}/fuse/index.html", "fuseblk"),
     # Direct I/O on a tmpfs came with Linux 6.6.
     *_rows("memory", ("direct",), f"{_KERNEL}/tmpfs.html", "tmpfs"),
-    *_rows("memory", ("exchange", "direct"), f"{_KERNEL}/tmpfs.html", "ramfs", "hugetlbfs", "devtmpfs"),
+    *_rows("memory", ("direct",), f"{_KERNEL}/tmpfs.html", "ramfs", "hugetlbfs", "devtmpfs"),
     # RFC 8881, 18.26.3: RENAME is atomic to the client. A repeated request may answer ENOENT after a success.
-    *_rows("network", ("exchange", "mmap"), _NFS, "nfs", "nfs4"),
+    *_rows("network", ("mmap",), _NFS, "nfs", "nfs4"),
     # `flock` needs the mount option of this name (ENOSYS without it): Google's service sets it, Amazon's FSx leaves it
     # to the user (https://docs.aws.amazon.com/fsx/latest/LustreGuide/mounting-ec2-instance.html).
-    *_rows("network", ("exchange", "locks"), _LUSTRE, "lustre"),
-    *_rows("network", ("exchange", "mmap"), _CEPH, "ceph"),
-    *_rows("network", ("exchange", "mmap", "direct"), _CEPH, "fuse.ceph-fuse"),
-    *_rows("network", ("exchange",), "https://www.ibm.com/docs/en/storage-scale", "gpfs"),
-    *_rows("network", ("exchange",), "https://docs.weka.io/weka-system-overview/filesystems", "wekafs"),
+    *_rows("network", ("locks",), _LUSTRE, "lustre"),
+    *_rows("network", ("mmap",), _CEPH, "ceph"),
+    *_rows("network", ("mmap", "direct"), _CEPH, "fuse.ceph-fuse"),
+    *_rows("network", (), "https://www.ibm.com/docs/en/storage-scale", "gpfs"),
+    *_rows("network", (), "https://docs.weka.io/weka-system-overview/filesystems", "wekafs"),
     # `tuneUseGlobalFileLocks` and `tuneFileCacheType` of its client, both off or other by default.
-    *_rows("network", ("exchange", "locks", "mmap"), "https://doc.beegfs.io/latest/", "beegfs"),
-    *_rows("network", ("exchange", "locks", "direct", "mmap"), f"{_KERNEL}/9p.html", "9p"),
-    *_rows("network", ("exchange", "locks"), f"{_KERNEL}/virtiofs.html", "virtiofs"),
-    *_rows("network", ("exchange", "direct"), "https://juicefs.com/docs/community/posix_compatibility", "fuse.juicefs"),
+    *_rows("network", ("locks", "mmap"), "https://doc.beegfs.io/latest/", "beegfs"),
+    *_rows("network", ("locks", "direct", "mmap"), f"{_KERNEL}/9p.html", "9p"),
+    *_rows("network", ("locks",), f"{_KERNEL}/virtiofs.html", "virtiofs"),
+    *_rows("network", ("direct",), "https://juicefs.com/docs/community/posix_compatibility", "fuse.juicefs"),
     # A server refuses to rename a directory below which a file is open, and may have no hard links.
-    *_rows("network", ("rename", "links", "exchange", "mmap"), _SMB, "cifs", "smb3"),
+    *_rows("network", ("rename", "links", "mmap"), _SMB, "cifs", "smb3"),
     *_rows("network", _ALL - {"directory_sync"}, "https://github.com/libfuse/sshfs", "fuse.sshfs"),
     # A directory is on every brick: its rename is one on each.
-    *_rows(
-        "network", ("rename", "exchange", "direct", "mmap"), "https://docs.gluster.org/en/latest/", "fuse.glusterfs"
-    ),
+    *_rows("network", ("rename", "direct", "mmap"), "https://docs.gluster.org/en/latest/", "fuse.glusterfs"),
     *_rows("network", _ALL - {"directory_sync"}, "https://docs.daos.io/latest/user/filesystem/", "fuse.daos"),
     *_rows("network", _ALL - {"directory_sync"}, "https://moosefs.com/support/", "fuse.mfs"),
     # "renaming directories is not atomic": each object is copied and deleted.
@@ -142,7 +138,7 @@ _ROWS: Final = (
 )
 FILE_SYSTEMS: Final = {each.name: each for each in _ROWS}
 
-# Many programs mount themselves as plain `fuse`, and only the device tells which one it is: `mountpoint-s3 on /mnt type
+# Many programs mount themselves as plain `fuse`, and only the device shows which one it is: `mountpoint-s3 on /mnt type
 # fuse`, `blobfuse2 on /mnt type fuse`, as their own documents and those of their CSI drivers show. GKE's driver for
 # GCSFuse gives the bucket's name (gcs-fuse-csi-driver, pkg/csi_mounter/csi_mounter.go), and so does goofys: those
 # stay unknown.
@@ -157,7 +153,7 @@ _BY_DEVICE: Final = {
 # Of a FUSE program that is not in the table nothing is known. A mark is right on every one.
 _ANY_FUSE: Final = FileSystem(name="fuse", medium="other", lacks=_ALL, source=f"{_KERNEL}/fuse/index.html")
 # The kernel's own file systems keep POSIX's word on rename(2).
-_ANY: Final = FileSystem(name="unknown", medium="other", lacks=frozenset(("exchange", "locks", "direct", "mmap")))
+_ANY: Final = FileSystem(name="unknown", medium="other", lacks=frozenset(("locks", "direct", "mmap")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

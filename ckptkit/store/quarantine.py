@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -16,8 +15,6 @@ from ckptkit.store.local import make_directory, sync_directory
 
 QUARANTINE_DIR = "_quarantine"  # in a slot directory; below `_ckptkit` in a durable root
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2  # renameat2(2), Linux 3.15
 
 
 def move_aside(path: Path, quarantine: Path, name: str) -> Path:
@@ -86,16 +83,3 @@ def _locked(held: ExitStack, directory: Path, name: str, target: str) -> bool:
     if is_free is False:
         raise CheckpointError(f"another process is making {target}; wait until it ends", path=target)
     return (directory / name).exists()
-
-
-def exchange(a: Path, b: Path) -> None:
-    """Two names change places in one step, so that neither is ever absent, and both directories are synced.
-
-    Raises OSError.
-    """
-    rename = ctypes.CDLL(None, use_errno=True).renameat2
-    if rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(b))
-    for directory in (b.parent, a.parent):
-        sync_directory(directory)

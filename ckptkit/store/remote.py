@@ -196,7 +196,7 @@ class RemoteStore:
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """One operation. A method that fsspec has made of a coroutine takes a limit of time, however often it tries.
 
-        The type of the file system does not tell: `dir::` is asynchronous, and hands the limit on to what is not.
+        The type of the file system does not show this: `dir::` is asynchronous, and hands the limit on to what is not.
         """
         operation = getattr(self._fs, method)
         if inspect.iscoroutinefunction(getattr(operation, "__wrapped__", None)):

@@ -33,7 +33,7 @@ class StoreFault:
 
     - `fail`: `TransientStoreError`, nothing was done. `fail after`: it was done, and the answer is lost.
     - `full`: `StoreFullError` (ENOSPC). `io error`: `StoreError` (EIO). Nothing was done.
-    - `delay`: `delay_s` later; goes on to other faults.
+    - `delay`: `delay_s` later; later faults apply too.
     - `tear`: a put of which only the first half arrives, and the process dies.
     - `reorder`: a put or a deletion that this store shows and the wrapped one gets only at `settle`; of those that
       wait when the process dies, any arrive, in any order.

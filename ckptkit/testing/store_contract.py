@@ -67,7 +67,7 @@ class StoreContract:
         assert store.get("key") == b""
 
     def test_a_copy_is_whole_and_its_source_has_to_be_there(self, store: Store) -> None:
-        """If it failed, a step could be committed whose writer was told that it is fenced off."""
+        """If it failed, a step could be committed although its writer got the error that it is fenced off."""
         store.put("dir/source", b"first")
         store.copy("dir/source", "target", mode="create")
         assert (store.get("target"), store.get("dir/source")) == (b"first", b"first")
@@ -94,7 +94,7 @@ class StoreContract:
             store.delete(key)
 
     def test_a_whole_tree_is_listed_and_removed(self, store: Store) -> None:
-        """If it failed, a step that was pruned would leave objects that nobody sees, and somebody pays for."""
+        """If it failed, a step that was pruned would leave objects that no listing shows and the owner pays for."""
         keys = ["run/1/d/a", "run/1/d/b", "run/1/marker", "run/10/marker"]
         for key in keys:
             store.put(key, b"1")
@@ -106,7 +106,7 @@ class StoreContract:
         store.delete_many([])
 
     def test_a_name_is_no_pattern(self, store: Store) -> None:
-        """If it failed, a deletion would take objects that nobody named, or leave the one that was."""
+        """If it failed, a deletion would delete objects that the caller did not name, or leave the named one."""
         keys = ["run/*", "run/1", "run/?", "run/[1-3]"]
         for key in keys:
             store.put(key, b"1")

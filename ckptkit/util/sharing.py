@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
 
 _CORES = len(os.sched_getaffinity(0))
 # Most of the cores: on 16 of them 4 threads copy and digest 16 GB/s, 8 do 27, 12 do 33 and 16 do 30 (bench/LOG.md).
@@ -26,6 +31,26 @@ def share_work(work: Callable[[], None], threads: int, meanwhile: Callable[[], N
         work()
         for other in others:
             other.result()
+
+
+def share_items(items: Iterable[_Item], act: Callable[[_Item], None], threads: int) -> None:
+    """Calls `act` with each item, on so many threads, of which this one is the last. After an error or an interrupt no
+    further item is begun. Raises what one of them raised, once all have ended."""
+    waiting, lock, failed = iter(items), threading.Lock(), threading.Event()
+
+    def next_item() -> list[_Item]:
+        with lock:
+            return [] if failed.is_set() else list(islice(waiting, 1))
+
+    def work() -> None:
+        try:
+            while chosen := next_item():
+                act(chosen[0])
+        except BaseException:
+            failed.set()
+            raise
+
+    share_work(work, threads)
 
 
 def copy_threads(size_bytes: int) -> int:

@@ -48,11 +48,11 @@ from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.handler_files import with_file_leaves
 from ckptkit.model.manifest import FILES, LeafRecord, Manifest, SaveId
 from ckptkit.model.paths import STEP_METADATA
+from ckptkit.restore.inventory import hole_in
 from ckptkit.snapshot.empty_nodes import empties_of
 from ckptkit.snapshot.small_items import files_in
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
-from ckptkit.verification.slots import not_covered
 from ckptkit.verification.stock import StockLeaf, StockReads, Undigested
 
 _WHY = {
@@ -288,7 +288,7 @@ def _sidecars_into(sidecars: dict[str, tuple[Manifest, ...]], item: Place, step:
         return
     manifests = tuple(found.values())
     why = incomplete(item.url, found, found, item=item.name) or wrong_step(item.url, manifests[0].save_id, step)
-    if why is None and (missing := not_covered(manifests)) is not None:
+    if why is None and (missing := hole_in(manifests)) is not None:
         why = f"{item.url}: {missing}"
     if why is not None:
         raise CorruptCheckpointError(why, path=item.url)

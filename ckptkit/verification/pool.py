@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import final
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.boxes import Box
+from ckptkit.util.sharing import share_items
 from ckptkit.verification.records import Finding, VerifyProgress
 
 THREADS = 8  # a disk or a bucket answers several reads at once; digests release the GIL
@@ -57,19 +56,13 @@ def check_cells(
     than damage (no permission, no connection): unreachable is not damaged.
     """
     budget = _Budget(limits.memory_bytes_max)
-    numbered = enumerate(checks)
-    first = list(islice(numbered, limits.threads))  # a small step has fewer cells than there may be threads
-    waiting = chain(first, numbered)
     lock = threading.Lock()
     findings: dict[int, Finding] = {}
     done = [0, 0]
-    failures: list[BaseException] = []
 
-    def next_check() -> tuple[int, CellCheck] | None:
-        with lock:
-            return None if failures else next(waiting, None)
-
-    def finished(number: int, check: CellCheck, finding: Finding | None) -> None:
+    def look(numbered: tuple[int, CellCheck]) -> None:
+        number, check = numbered
+        finding = _look(check, budget)
         with lock:
             done[0] += 1
             done[1] += check.size_bytes
@@ -78,23 +71,7 @@ def check_cells(
             if limits.progress is not None:
                 limits.progress(VerifyProgress(path=path, step=step, checked_bytes=done[1], total_bytes=total_bytes))
 
-    def work() -> None:
-        try:
-            while (chosen := next_check()) is not None:
-                finished(*chosen, _look(chosen[1], budget))
-        except BaseException as error:
-            with lock:
-                failures.append(error)
-            raise
-
-    with ThreadPoolExecutor(max(1, len(first)), thread_name_prefix="ckptkit-verify") as pool:
-        try:
-            workers = [pool.submit(work) for _ in first]
-            for worker in workers:
-                worker.result()
-        except BaseException as error:  # an interrupt: nothing new is begun
-            failures.append(error)
-            raise
+    share_items(enumerate(checks), look, limits.threads)
     return (done[0], done[1]), [findings[number] for number in sorted(findings)]
 
 

@@ -21,19 +21,15 @@ from ckptkit.inspection.shares import read_shares, sidecar_processes
 from ckptkit.inspection.steps import slots_of_root
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId
-from ckptkit.slots.latest_pointer import LostManifestError
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.util.plain import plain_fields
 from ckptkit.verification.durable import identity_of, items_of, prove_step
-from ckptkit.verification.mend_object import clean_object_repairs, mend_object_step, put_object_step_aside
-from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_aside, put_share_aside
-from ckptkit.verification.mend_step import clean_repairs, mend_step, put_step_aside
+from ckptkit.verification.mending import ManifestFile, RootStep, SlotShare, clean_repairs
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
-from ckptkit.verification.rebuild import CannotMendError, intact_sidecars, require_mendable
 from ckptkit.verification.records import FORMAT, Finding, ProofKind, StepProof, VerifyProgress
-from ckptkit.verification.slots import ShareProof, prove_share
-from ckptkit.verification.sources import RepairSource, Sources, durable_sources, intact_sources, slot_source
+from ckptkit.verification.slots import ShareProof, damaged_manifests, prove_share
+from ckptkit.verification.sources import CannotMendError, RepairSource, Sources, durable_sources, slot_source
 
 RepairAction = Literal["repair", "quarantine", "leave"]
 
@@ -88,23 +84,35 @@ def scrub(
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> Scrub:
     """Verifies every copy of every save of `root` on this host: durable steps, and slots of `host_id` below `tiers`.
-    With `repair`, repairs damaged copies from another copy of the same save.
+    With `repair`, repairs damaged copies from the other copies of the same save.
 
     A repair is bit-exact: every cell is compared with the digest of the save. A slot is changed only if its manifest is
-    still the one that was read, and no running process holds its directory. A durable step on a disk is written as a
-    new copy and swapped by one rename, or file by file where the file system lacks RENAME_EXCHANGE. In a bucket it is
-    replaced object by object, each only if it is still the one that was read. Every state in between verifies as
-    damaged or complete. A save of ckptkit that cannot be repaired or
-    restored goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never deleted. Steps
-    of stock Orbax and other directories stay. Pinned steps, and steps that a process reads, are repaired and never
-    moved. `step_prefix`: see `ckptkit steps`. Leftovers of a crashed repair are removed from a root on a disk. Without
-    `repair` nothing is written.
+    still the one that was read, and no running process holds its directory. A durable step is written as a new copy and
+    verified; the damaged one is put aside, and its files are replaced one by one, objects of a bucket only if they are
+    still those that were read. Every state in between verifies as damaged or complete. A save of ckptkit that cannot be
+    repaired or restored goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never
+    deleted. Steps of stock Orbax and other directories stay. Pinned steps, and steps that a process reads, are repaired
+    and never moved. `step_prefix`: see `ckptkit steps`. The leftovers of a repair that died are removed a day
+    after it began. Without `repair` nothing is written.
 
     Cost: a read of every byte, and for each damaged durable step a write of the whole. Raises `StepNotFoundError`
     where there is nothing, `StoreError` where something cannot be reached or written, `ValueError` for limits below 1.
     """
     limits = Limits(threads=threads, memory_bytes_max=memory_bytes_max, progress=progress)
     return _Scrubber(root_url(root), tiers, host_id, limits, timeout_s, repair=repair).run(step_prefix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DamagedCopy:
+    """`found` and `proof` are those of a durable step."""
+
+    step: int
+    save_id: SaveId | None
+    path: str
+    findings: tuple[Finding, ...]
+    copy: ManifestFile | SlotShare | RootStep
+    found: DurableStep | None = None
+    proof: StepProof | None = None
 
 
 @final
@@ -114,8 +122,7 @@ class _Scrubber:
         self._tiers, self._host_id = tiers, host_id
         self._limits, self._timeout_s, self._repair = limits, timeout_s, repair
         self._shares: list[ShareProof] = []
-        self._steps: list[tuple[DurableStep, StepProof, object]] = []  # the last tells it from one that takes its place
-        self._manifests: list[tuple[Path, Finding]] = []
+        self._steps: list[tuple[DurableStep, StepProof]] = []
         self._notes: list[str] = []
 
     def run(self, step_prefix: str | None) -> Scrub:
@@ -123,65 +130,34 @@ class _Scrubber:
         ancestry, problems = self._ancestry()
         url, tiers = self._place.url, self._tiers
         directories = [path for tier in tiers for path in slots_of_root(tier, url, self._host_id, self._notes)]
-        if not directories and not self._place.names() and not os.path.isdir(self._place.url):
-            raise nothing_at(self._place.url, "there is no such root, and no tier that was given has slots of it")
-        for directory in directories:
-            self._look_into(directory)
+        if not directories and not self._place.names() and not os.path.isdir(url):
+            raise nothing_at(url, "there is no such root, and no tier that was given has slots of it")
+        manifests = [each for directory in directories for each in self._look_into(directory)]
         in_root = read_root(self._place, ancestry, step_prefix=step_prefix)
         unread: list[Exception] = []
         self._notes += in_root.notes
+        steps: list[_DamagedCopy] = []
         for each in in_root.steps:
-            before = identity_of(each.place.again())
             try:
-                proofs = prove_step(each.place, each.step, self._limits, [], timeout_s=self._timeout_s)
+                steps += self._look_at(each)
             except (StoreError, OSError) as error:  # unreachable is not corrupt, and the others are still read
                 unread.append(error)
-                continue
-            self._steps += [(each, proof, before) for proof in proofs]
-        bad_shares = [proof for proof in self._shares if proof.findings]
-        bad_steps = [each for each in self._steps if each[1].state == "corrupt"]
-        findings = [finding for proof in bad_shares for finding in proof.findings]
-        findings += [finding for _, proof, _ in bad_steps for finding in proof.findings]
-        findings += [finding for _, finding in self._manifests]
+        shares = [self._damaged_share(proof) for proof in self._shares if proof.findings]
+        damaged = [*manifests, *shares, *steps]
+        findings = [finding for each in (*shares, *steps, *manifests) for finding in each.findings]
         with with_damage([*problems, *(f"{each.path}: {each.problem}" for each in findings)]):
             for error in unread:
                 raise error
-            treatments = self._treated(bad_shares, bad_steps)
+            treatments = self._treated(damaged)
         return Scrub(
-            root=self._place.url,
+            root=url,
             repair=self._repair,
-            checked=len(self._shares) + len(self._steps) + len(self._manifests),
+            checked=len(self._shares) + len(self._steps) + len(manifests),
             treatments=tuple(treatments),
             findings=tuple(findings),
             notes=tuple(self._notes),
             problems=tuple(problems),
         )
-
-    def _treated(
-        self, bad_shares: Sequence[ShareProof], bad_steps: Sequence[tuple[DurableStep, StepProof, object]]
-    ) -> list[Treatment]:
-        """An error that ends the work has a note for each treatment that was done before it."""
-        treatments: list[Treatment] = []
-        try:
-            if self._repair and self._place.store.properties.atomic_rename:
-                clean_repairs(Path(self._place.url))
-            elif self._repair:
-                clean_object_repairs(self._place.url)
-            for path, _ in self._manifests:
-                treatments.append(self._treat_manifest(path))
-            for proof in bad_shares:
-                treatments.append(self._treat_share(proof))
-            for each in bad_steps:
-                treatments.append(self._treat_step(*each))
-        except (OSError, StoreError) as error:
-            stopped = error
-            if not isinstance(error, StoreError):
-                stopped = StoreError(f"{error.filename or self._place.url}: {error.strerror or error}")
-            for each in treatments:
-                if each.done:
-                    stopped.add_note(f"done before that: {each.act} of step {each.step}, {each.path}")
-            raise stopped from error
-        return treatments
 
     def _ancestry(self) -> tuple[Ancestry, list[str]]:
         """The epoch record, mended from its copy first where that is asked for and can be."""
@@ -192,138 +168,155 @@ class _Scrubber:
                 return read_ancestry(self._place.again())
         return ancestry, problems
 
-    def _look_into(self, directory: Path) -> None:
+    def _look_into(self, directory: Path) -> list[_DamagedCopy]:
+        """Verifies the shares in a slot directory. Returns the damaged manifests."""
         shares, errors = read_shares(directory)
-        for error in errors:
-            if isinstance(error, LostManifestError) or (error.path is not None and os.path.lexists(error.path)):
-                self._manifests.append((Path(str(error.path)), Finding(path=str(error.path), problem=str(error))))
-        for share in shares:
-            proof = prove_share(share, self._limits)
-            if not proof.superseded:
-                self._shares.append(proof)
+        proofs = [prove_share(share, self._limits) for share in shares]
+        self._shares += [proof for proof in proofs if not proof.superseded]
+        return [
+            _DamagedCopy(
+                step=proof.step,
+                save_id=proof.save_id,
+                path=finding.path,
+                findings=proof.findings,
+                copy=ManifestFile(Path(finding.path)),
+            )
+            for proof in damaged_manifests(errors)
+            for finding in proof.findings
+        ]
+
+    def _damaged_share(self, proof: ShareProof) -> _DamagedCopy:
+        return _DamagedCopy(
+            step=proof.share.manifest.save_id.step,
+            save_id=proof.share.manifest.save_id,
+            path=str(proof.share.directory),
+            findings=proof.findings,
+            copy=SlotShare(proof, self._limits),
+        )
+
+    def _look_at(self, found: DurableStep) -> list[_DamagedCopy]:
+        """Verifies a durable step, or nothing if it was pruned meanwhile. Returns it if it is damaged."""
+        before = identity_of(found.place.again())
+        proofs = prove_step(found.place, found.step, self._limits, [], timeout_s=self._timeout_s)
+        self._steps += [(found, proof) for proof in proofs]
+        return [
+            _DamagedCopy(
+                step=proof.step,
+                save_id=proof.save_id or (self._save_of(proof.step) if _kind_of(found).ours else None),
+                path=found.place.url,
+                findings=proof.findings,
+                copy=RootStep(
+                    root=self._place.url,
+                    place=found.place,
+                    step=proof.step,
+                    before=before,
+                    limits=self._limits,
+                    timeout_s=self._timeout_s,
+                ),
+                found=found,
+                proof=proof,
+            )
+            for proof in proofs
+            if proof.state == "corrupt"
+        ]
+
+    def _save_of(self, step: int) -> SaveId | None:
+        """The save of a step whose sidecars are damaged, where only one of that step is in the slots."""
+        saves = {proof.share.manifest.save_id for proof in self._shares}
+        same = [save_id for save_id in saves if save_id.step == step]
+        return same[0] if len(same) == 1 else None
+
+    def _treated(self, damaged: Sequence[_DamagedCopy]) -> list[Treatment]:
+        """An error that ends the work has a note for each treatment that was done before it."""
+        treatments: list[Treatment] = []
+        try:
+            if self._repair:
+                clean_repairs(self._place.url)
+            for each in damaged:
+                treatments.append(self._treat(each))
+        except (OSError, StoreError) as error:
+            stopped = error
+            if not isinstance(error, StoreError):
+                stopped = StoreError(f"{error.filename or self._place.url}: {error.strerror or error}")
+            for each in treatments:
+                if each.done:
+                    stopped.add_note(f"done before that: {each.act} of step {each.step}, {each.path}")
+            raise stopped from error
+        return treatments
+
+    def _treat(self, each: _DamagedCopy) -> Treatment:
+        """Repairs a copy, or puts it aside if that is impossible and allowed; without `repair`, only plans it."""
+        sources = self._sources(each.save_id)
+        act, reason = "repair", self._why_not_mended(each)
+        if reason is None:
+            try:
+                reason = each.copy.mend(sources, writes=self._repair)
+            except CannotMendError as error:
+                act, reason = "quarantine", str(error)
+                left = self._why_not_put_aside(each, sources)
+                if left is None and self._repair:
+                    left = self._put_aside(each)
+                if left is not None:
+                    act, reason = "leave", f"{left}; {error}"
+        if act == "repair" and reason is not None:
+            act = "leave"
+        return Treatment(
+            step=each.step,
+            save_id=each.save_id,
+            kind="slot" if each.found is None else "durable",
+            path=each.path,
+            act=act,
+            done=self._repair and act != "leave",
+            reason=reason,
+            sources=dict(sources.used) if act == "repair" else {},
+        )
 
     def _sources(self, save_id: SaveId | None) -> Sources:
         """Every copy of a save. Slots first: their manifests name the places of all boxes of a process."""
         shares = [proof.share for proof in self._shares if proof.share.manifest.save_id == save_id]
         found: list[RepairSource] = [source for share in shares if (source := slot_source(share)) is not None]
-        for each, proof, _ in self._steps:
+        for each, proof in self._steps:
             if save_id is not None and proof.step == save_id.step:
-                durable = durable_sources(each.place.url, proof.step) or self._intact(each.place, proof.step, found)
+                durable = durable_sources(each.place, proof.step, found)
                 found += [source for source in durable if source.manifest.save_id == save_id]
         return Sources(found, self._limits.memory_bytes_max)
 
-    @staticmethod
-    def _intact(place: Place, step: int, slots: Sequence[RepairSource]) -> list[RepairSource]:
-        """The identity that a step with damaged sidecars still has; trusted if a slot holds the same save."""
-        if not slots:
-            return []
-        items = [(item, intact_sidecars(item, item.name, slots[0].manifest)) for item in items_of(place)]
-        return intact_sources(place, step, [each for _, found in items for each in found.values()])
+    def _why_not_mended(self, each: _DamagedCopy) -> str | None:
+        """Why a durable step must not be repaired."""
+        if each.found is None:
+            return None
+        if each.step in self._announced():  # half deleted, it looks damaged
+            return "its job has announced that it deletes this step"
+        return reason_to_leave("mend", _kind_of(each.found), Standing(state=each.found.state))
 
-    def _treat_manifest(self, path: Path) -> Treatment:
-        epoch_step = paths.save_of_manifest(path.name) or (0, 0, 0)
-        gone = not os.path.lexists(path)
-        reason = put_manifest_aside(path) if self._repair else None
-        return Treatment(
-            step=epoch_step[0],
-            save_id=SaveId(epoch_step[1], epoch_step[0], epoch_step[2]),
-            kind="slot",
-            path=str(path),
-            act="leave" if reason else "quarantine",
-            done=self._repair and reason is None,
-            reason=reason or ("its manifest is missing: its slot is free" if gone else "its manifest is damaged"),
-            sources={},
-        )
+    def _why_not_put_aside(self, each: _DamagedCopy, sources: Sources) -> str | None:
+        """Why a durable step that cannot be repaired stays: it is of use, or protected."""
+        if each.found is None or each.proof is None:
+            return None
+        if _restorable(each.proof, each.found.place):
+            return "ckptkit can restore it, stock Orbax may not"
+        if others_may_hold(sources.manifests, self._host_id) or (
+            not sources.manifests and _is_of_several(each.found.place)  # nothing here tells which hosts they ran on
+        ):
+            return (
+                "other hosts of its job may hold it: run scrub there. If none does, "
+                f"CheckpointManager.delete({each.step}) deletes it"
+            )
+        return self._protection(each.found)
 
-    def _treat_share(self, proof: ShareProof) -> Treatment:
-        save_id = proof.share.manifest.save_id
-        sources = self._sources(save_id)
-        act, done = "repair", False
-        if not self._repair:
-            reason = None if can_mend(proof, sources) else "no other copy of it is intact on this host"
-            act = "quarantine" if reason else "repair"
-        else:
-            reason = mend_share(proof, sources, self._limits)
-            done = reason is None
-            if reason is not None:
-                left = put_share_aside(proof.share)
-                act, done = ("leave", False) if left else ("quarantine", True)
-                reason = left or reason
-        return Treatment(
-            step=save_id.step,
-            save_id=save_id,
-            kind="slot",
-            path=str(proof.share.directory),
-            act=act,
-            done=done,
-            reason=reason,
-            sources=dict(sources.used) if act == "repair" else {},
-        )
-
-    def _treat_step(self, each: DurableStep, proof: StepProof, before: object) -> Treatment:
-        place, kind = each.place, _kind_of(each)
-        save_id = proof.save_id or (self._save_of(proof.step) if kind.ours else None)
-        sources = self._sources(save_id)
-        act, done, reason = "repair", False, None
-        try:
-            if proof.step in self._announced():  # half deleted, it looks damaged
-                act, reason = "leave", "its job has announced that it deletes this step"
-            elif (why := reason_to_leave("mend", kind, Standing(state=each.state))) is not None:
-                act, reason = "leave", why
-            elif self._repair:
-                reason = self._mend(place, before, proof.step, sources)
-                act, done = ("leave", False) if reason else ("repair", True)
-            else:
-                require_mendable(place, sources)
-        except CannotMendError as error:
-            act, reason = "quarantine", str(error)
-            if _restorable(proof, place.url):
-                act, reason = "leave", f"ckptkit can restore it, stock Orbax may not; {error}"
-            elif others_may_hold(sources.manifests, self._host_id) or (
-                not sources.manifests and _is_of_several(place)  # nothing here tells which hosts they ran on
-            ):
-                act = "leave"
-                reason = (
-                    f"{error}; other hosts of its job may hold it: run scrub there. If none does, "
-                    f"CheckpointManager.delete({proof.step}) deletes it"
-                )
-            elif (why := self._quarantine_refused(each, kind)) is not None:
-                act, reason = "leave", f"{why}; {error}"
-            elif self._repair:
-                left = self._put_aside(each, kind, before)
-                act, done, reason = ("leave", False, left) if left else ("quarantine", True, reason)
-        return Treatment(
-            step=proof.step,
-            save_id=save_id,
-            kind="durable",
-            path=place.url,
-            act=act,
-            done=done,
-            reason=reason,
-            sources=dict(sources.used) if act == "repair" else {},
-        )
-
-    def _mend(self, place: Place, before: object, step: int, sources: Sources) -> str | None:
-        root, limits, timeout_s = self._place.url, self._limits, self._timeout_s
-        if place.store.properties.atomic_rename:
-            return mend_step(place, before, step, sources, limits, root=Path(root), timeout_s=timeout_s)
-        return mend_object_step(place, before, step, sources, limits, root=root, timeout_s=timeout_s)
-
-    def _quarantine_refused(self, each: DurableStep, kind: StepClass) -> str | None:
+    def _protection(self, found: DurableStep) -> str | None:
         """Why a step must not be put aside now."""
-        pinned = each.step in pinned_steps(self._place.store)
-        in_use = not pinned and each.step in PruneGuard(self._place.store).leased([each.step])
-        return reason_to_leave("quarantine", kind, Standing(state=each.state, pinned=pinned, in_use=in_use))
+        pinned = found.step in pinned_steps(self._place.store)
+        in_use = not pinned and found.step in PruneGuard(self._place.store).leased([found.step])
+        standing = Standing(state=found.state, pinned=pinned, in_use=in_use)
+        return reason_to_leave("quarantine", _kind_of(found), standing)
 
-    def _put_aside(self, each: DurableStep, kind: StepClass, before: object) -> str | None:
-        """Announces it as a deletion is announced, so that no reader begins with the step meanwhile."""
+    def _put_aside(self, each: _DamagedCopy) -> str | None:
+        """Announces a durable step as a deletion is announced, so that no reader begins with it meanwhile."""
+        if each.found is None:
+            return each.copy.put_aside()
         with DeletionNotice(open_store(self._place.url, deadline_s=self._timeout_s), [each.step]):
-            return self._quarantine_refused(each, kind) or self._moved_aside(each.place, before)
-
-    def _moved_aside(self, place: Place, before: object) -> str | None:
-        if place.store.properties.atomic_rename:
-            return put_step_aside(place, before, Path(self._place.url))
-        return put_object_step_aside(place, before, self._place.url)
+            return self._protection(each.found) or each.copy.put_aside()
 
     def _announced(self) -> set[int]:
         """The steps that a job is deleting now: it announces them before it begins, and withdraws the notice
@@ -331,12 +324,6 @@ class _Scrubber:
         with suppress(ValueError, KeyError, TypeError):
             return announced_deletions(self._place.store)
         return set()
-
-    def _save_of(self, step: int) -> SaveId | None:
-        """The save of a step whose sidecars are damaged, where only one of that step is in the slots."""
-        saves = {proof.share.manifest.save_id for proof in self._shares}
-        same = [save_id for save_id in saves if save_id.step == step]
-        return same[0] if len(same) == 1 else None
 
 
 def others_may_hold(manifests: Sequence[Manifest], host_id: str) -> bool:
@@ -368,7 +355,7 @@ def _kind_of(damaged: DurableStep) -> StepClass:
     return StepClass.PARTLY if damaged.kind.ours else damaged.kind
 
 
-def _restorable(proof: StepProof, url: str) -> bool:
+def _restorable(proof: StepProof, place: Place) -> bool:
     """Whether every cell is verified, and only Orbax's own files are damaged."""
     whole = proof.checked[0] > 0 and not any(finding.leaf is not None for finding in proof.findings)
-    return whole and bool(durable_sources(url, proof.step))
+    return whole and bool(durable_sources(place, proof.step, ()))

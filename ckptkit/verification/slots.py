@@ -6,29 +6,22 @@ superseded, not corrupt. Takes no lock and writes nothing.
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
-from ckptkit.model.boxes import Box, missing_elements
-from ckptkit.model.cells import digested_cells
-from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.model.cells import DigestedCell
+from ckptkit.model.manifest import SaveId
+from ckptkit.restore.inventory import hole_in
 from ckptkit.slots.latest_pointer import LostManifestError
-from ckptkit.slots.reader import manifest_name_of
-from ckptkit.verification.pool import CellCheck, Limits, check_cells
-from ckptkit.verification.records import Finding, StepProof
+from ckptkit.slots.reader import PIECE_BYTES, damaged_cells, manifest_name_of
+from ckptkit.verification.pool import Limits
+from ckptkit.verification.records import Finding, StepProof, VerifyProgress
 
-_PIECE_BYTES = 1 << 20  # read at a time, into memory that is used again
 _DEPTH_MAX = 3  # <tier>/<job>/<host>/<rank>
 
 
@@ -67,8 +60,7 @@ def prove_slots(directories: Iterable[Path], step: int | None, limits: Limits, n
     damaged: list[StepProof] = []
     for directory in directories:
         shares, errors = read_shares(directory)
-        for error in errors:
-            damaged += _damaged_manifest(error, step)
+        damaged += damaged_manifests(errors, step)
         for share in shares:
             if step is None or share.manifest.save_id.step == step:
                 proof = prove_share(share, limits)
@@ -87,79 +79,38 @@ def prove_share(share: Share, limits: Limits) -> ShareProof:
     manifest, path = share.manifest, share.directory / share.manifest.slot
     manifest_path = share.directory / manifest_name_of(manifest.save_id)
     before = _identity(manifest_path)
-    checked, findings = (0, 0), []
+    checked, findings = [0, 0], list[Finding]()
+
+    def read(cell: DigestedCell) -> None:
+        checked[0] += 1
+        checked[1] += cell.stop - cell.start
+        if limits.progress is not None:
+            step, total_bytes = manifest.save_id.step, manifest.held_bytes
+            where = str(share.directory)
+            limits.progress(VerifyProgress(path=where, step=step, checked_bytes=checked[1], total_bytes=total_bytes))
+
+    piece_bytes = max(1, min(PIECE_BYTES, limits.memory_bytes_max // limits.threads))
     try:
-        with _opened(path) as fd:
-            checks = _checks(manifest, fd, path, min(_PIECE_BYTES, limits.memory_bytes_max))
-            checked, findings = check_cells(
-                checks, manifest.held_bytes, limits, path=str(share.directory), step=manifest.save_id.step
+        for cell, problem, found in damaged_cells(path, manifest, limits.threads, piece_bytes=piece_bytes, read=read):
+            finding = Finding(
+                path=str(path),
+                problem=problem,
+                item=cell.item,
+                leaf=cell.leaf.name,
+                box=cell.cell,
+                expected=cell.digest,
+                found=found,
             )
+            findings.append(finding)
     except CorruptCheckpointError as error:
         findings = [Finding(path=str(path), problem=str(error))]
     superseded = before is None or _identity(manifest_path) != before
     return ShareProof(
-        share=share, checked=checked, findings=() if superseded else tuple(findings), superseded=superseded
+        share=share,
+        checked=(checked[0], checked[1]),
+        findings=() if superseded else tuple(findings),
+        superseded=superseded,
     )
-
-
-def _checks(manifest: Manifest, fd: int, path: Path, piece_bytes: int) -> Iterator[CellCheck]:
-    for item, leaf, record, cell, start, stop, digest in digested_cells(manifest):
-        yield CellCheck(
-            path=str(path),
-            item=item,
-            leaf=leaf.name,
-            box=cell,
-            size_bytes=stop - start,
-            memory_bytes=min(stop - start, piece_bytes),
-            expected=digest,
-            read=_reader(fd, record.offset + start, record.offset + stop, record.offset, path, piece_bytes),
-        )
-
-
-def _reader(fd: int, start: int, stop: int, offset: int, path: Path, piece_bytes: int) -> Callable[[], str]:
-    def read() -> str:
-        if offset < 0:
-            raise CorruptCheckpointError("the manifest does not give the place of its bytes", path=str(path))
-        return digest_of_range(fd, start, stop, path, piece_bytes)
-
-    return read
-
-
-def digest_of_range(fd: int, start: int, stop: int, path: Path, piece_bytes: int = _PIECE_BYTES) -> str:
-    """The digest of a part of a file; by reads, because a mapping of a file that is cut short kills the process."""
-    state, at = xxhash.xxh3_128(), start
-    piece = bytearray(min(piece_bytes, stop - start))
-    while at < stop:
-        view = memoryview(piece)[: min(len(piece), stop - at)]
-        try:
-            read_bytes = os.preadv(fd, [view], at)
-        except OSError as error:  # a bad sector: the bytes are lost
-            raise CorruptCheckpointError(f"{path} cannot be read at byte {at}: {error.strerror}") from error
-        if not read_bytes:
-            raise CorruptCheckpointError(f"{path} ends at byte {at}, the cell at byte {stop}", path=str(path))
-        state.update(view[:read_bytes])
-        at += read_bytes
-    return state.hexdigest()
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """The slot's file, past the page cache where that is clean: what a disk holds now is what is to be proven."""
-    if local_kind(str(path)) not in (None, stat.S_IFREG):
-        raise CorruptCheckpointError(f"{path} is not a regular file, as every slot is", path=str(path))
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpointError(f"{path} is missing: the manifest names bytes that do not exist") from error
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CorruptCheckpointError(f"{path} is a link, which no slot is", path=str(path)) from error
-        raise
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
@@ -174,11 +125,11 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 def _merged(save_id: SaveId, proofs: Sequence[ShareProof]) -> StepProof:
     manifests = [proof.share.manifest for proof in proofs]
     findings = tuple(finding for proof in proofs for finding in proof.findings)
-    missing = not_covered(manifests)
+    missing = hole_in(manifests)
     present = sorted({manifest.writer.process for manifest in manifests})
     reason = None
     if missing:
-        reason = f"the shares of processes {present} of {manifests[0].writer.count} are here, and {missing}"
+        reason = f"here are the shares of processes {present} of {manifests[0].writer.count} alone: {missing}"
     directories = sorted({str(proof.share.directory) for proof in proofs})
     return StepProof(
         step=save_id.step,
@@ -192,37 +143,19 @@ def _merged(save_id: SaveId, proofs: Sequence[ShareProof]) -> StepProof:
     )
 
 
-def not_covered(manifests: Sequence[Manifest]) -> str | None:
-    """The parts that no box of these manifests holds; None if they hold all of every leaf. Decided by coverage, not by
-    names."""
-    boxes: dict[tuple[str, str], tuple[Box, list[Box]]] = {}
-    for manifest in manifests:
-        for item, leaves in manifest.arrays.items():
-            for leaf in leaves:
-                _, held = boxes.setdefault((item, leaf.name), (Box.whole(leaf.shape), []))
-                held += [record.box for record in leaf.boxes]
-    lacking = sorted(f"{item}:{name}" for (item, name), (whole, held) in boxes.items() if missing_elements(whole, held))
-    if not lacking:
-        return None
-    more = f" and {len(lacking) - 3} more leaves" if len(lacking) > 3 else ""
-    return f"no share has all of {', '.join(lacking[:3])}{more}"
-
-
-def _damaged_manifest(error: CorruptCheckpointError, step: int | None) -> list[StepProof]:
-    path = Path(error.path or "")
-    save = paths.save_of_manifest(path.name)
-    lost = isinstance(error, LostManifestError)
-    if save is None or not (lost or os.path.lexists(path)) or (step is not None and save[0] != step):
-        return []
-    finding = Finding(path=str(path), problem=str(error))
-    return [
-        StepProof(
-            step=save[0],
-            state="corrupt",
-            kind="slot",
-            path=str(path.parent),
-            save_id=SaveId(save[1], save[0], save[2]),
-            reason="its manifest is missing" if lost else "its manifest is damaged",
-            findings=(finding,),
-        )
-    ]
+def damaged_manifests(errors: Iterable[CorruptCheckpointError], step: int | None = None) -> Iterator[StepProof]:
+    """The saves, or those of `step`, whose manifests are damaged or missing; one that was superseded is left out."""
+    for error in errors:
+        path = Path(error.path or "")
+        save = paths.save_of_manifest(path.name)
+        lost = isinstance(error, LostManifestError)
+        if save is not None and (lost or os.path.lexists(path)) and step in (None, save[0]):
+            yield StepProof(
+                step=save[0],
+                state="corrupt",
+                kind="slot",
+                path=str(path.parent),
+                save_id=SaveId(save[1], save[0], save[2]),
+                reason="its manifest is missing" if lost else "its manifest is damaged",
+                findings=(Finding(path=str(path), problem=str(error)),),
+            )

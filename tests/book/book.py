@@ -195,7 +195,13 @@ class Book:
     def deleted(self, run: Run, step: int, *, certain: bool) -> None:
         """The run has deleted a step."""
         found, durable = self.candidates(run), run.root.durable
-        for save, status in [(save, status) for save, status in found if save.step == step]:
+        of_step = [(save, status) for save, status in found if save.step == step]
+        for older in self.saves.values():  # on hosts that are away: the deleted one had replaced it
+            if older.step == step and any(older.value < save.value for save, _ in of_step):
+                is_sure = certain and any(older.value < save.value for save, status in of_step if status == YES)
+                mark = YES if is_sure else MAYBE
+                run.root.deleted[older.value] = max(mark, run.root.deleted.get(older.value, NO))
+        for save, status in of_step:
             run.root.deleted[save.value] = YES if certain else MAYBE
             durable[save.value] = min(NO if certain else MAYBE, durable.get(save.value, NO))
             run.restored &= save.value != run.base

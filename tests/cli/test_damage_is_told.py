@@ -17,6 +17,7 @@ import pytest
 import ckptkit
 from ckptkit.testing.damage import inflict
 from ckptkit.upkeep.disk_usage import usage
+from ckptkit.verification.mending import SlotShare
 from tests.cli.conftest import HOST, Ours, Run
 from tests.formats.writers import by_safetensors
 
@@ -150,16 +151,15 @@ def test_repair_that_stops_names_what_it_has_done(ckpt: Run, mine: Ours, monkeyp
     """Nobody would know which copies were changed before a disk refused."""
     for slot in mine.slots.glob("slot-*.bin"):
         slot.write_bytes(bytes(byte ^ 1 for byte in slot.read_bytes()))
-    scrubbing: Any = sys.modules["ckptkit.verification.scrub"]
-    put_aside, done = scrubbing.put_share_aside, []
+    put_aside, done = SlotShare.put_aside, list[SlotShare]()
 
-    def once(share: object) -> object:
+    def once(share: SlotShare) -> str | None:
         if done:
             raise OSError(5, "Input/output error", "slot")
         done.append(share)
         return put_aside(share)
 
-    monkeypatch.setattr(scrubbing, "put_share_aside", once)
+    monkeypatch.setattr(SlotShare, "put_aside", once)
     said = ckpt("scrub", mine.root, "--tier", mine.ram, "--host-id", HOST, "--repair")
     assert said.code == 1
     assert "done before that: " in said.err

@@ -57,7 +57,7 @@ def test_commands_work_in_sequence(ckpt: Run, mine: Ours, tmp_path: Path) -> Non
     assert "there already" in ckpt("copy", mine.root, tmp_path / "into", "--resume").out
     assert ckpt("verify", tmp_path / "into").code == 0
     rolled = ckpt("rollback", mine.root, "--to", "4", "--tier", mine.ram, "--host-id", HOST)
-    assert "goes on from step 4; 1 newer step abandoned" in rolled.out
+    assert "continues from step 4; 1 newer step abandoned" in rolled.out
     assert ckpt("rollback", mine.root, "--to", "5", "--tier", mine.ram, "--host-id", HOST).code == 10
     listed = json.loads(ckpt("tiers", "list", mine.ram, "--json").out)["arenas"]
     assert [(each["host_id"], each["live"]) for each in listed] == [(HOST, False)]

@@ -230,7 +230,7 @@ def test_late_process_does_not_mix_up_two_barriers(job: FakeJob) -> None:
 
 
 def test_late_process_rejoins_at_the_next_operation(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it failed, no later restore, scrub or durable save of a job would succeed after one in which a process missed
+    """If it failed, no later restore or durable save of a job would succeed after one in which a process missed
     an exchange."""
     monkeypatch.setattr(meeting, "_MEETINGS_KEPT", 1)
     first, *others = occasions = [ScopedCoordinator(c) for c in job.processes]

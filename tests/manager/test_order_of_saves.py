@@ -144,6 +144,23 @@ def test_run_that_restores_nothing_abandons_what_it_does_not_see(deleted: bool, 
         assert manager.all_steps() == kept
 
 
+def test_older_save_of_a_deleted_step_stays_away(tmp_path: Path) -> None:
+    """A host that was away would bring a deleted step back, with an older state."""
+    with manager_of(tmp_path, keep=ckptkit.KeepNewest(2), max_to_keep=1) as manager:
+        save(manager, 11, 10)
+        assert manager.all_steps() == [11, 10]
+    (tmp_path / "ram").rename(tmp_path / "away")
+    with manager_of(tmp_path, max_to_keep=1) as manager:
+        assert restored(manager) == 10
+        save(manager, 11)
+        manager.delete(11)
+        save(manager, 12)
+    shutil.rmtree(tmp_path / "ram")
+    (tmp_path / "away").rename(tmp_path / "ram")
+    with manager_of(tmp_path, max_to_keep=1) as manager:
+        assert manager.all_steps() == [10, 12]
+
+
 def test_damaged_newest_step_is_listed_again_once_it_is_repaired(tmp_path: Path) -> None:
     """A run that restored nothing would count the step before as its base, and abandon the damaged one."""
     with manager_of(tmp_path) as manager:

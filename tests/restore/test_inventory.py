@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from ckptkit.errors import Reason
 from ckptkit.model.manifest import SaveId
 from ckptkit.restore.inventory import (
-    GIVERS_MAX,
     REPORT_BYTES_MAX,
     Held,
     box_set_hash,
     distinct_shares,
     from_runs,
-    givers_of,
     holders_of,
     hole_in,
     in_batches,
@@ -175,19 +173,3 @@ def test_inventory_of_ten_thousand_processes_is_gathered() -> None:
     runs = to_runs(holders_of(reports, saves[-1]))
     assert runs == [[0, 0, lost], [lost + 1, lost + 1, count - lost - 1]]
     assert time.process_time() - began_s < 6, "of CPU; `python -m bench gather` measures the whole"
-
-
-@given(
-    shares=st.lists(st.tuples(st.integers(0, 40), st.sampled_from("abc")), max_size=60),
-    writer=st.integers(0, 40),
-)
-def test_givers_of_a_share_are_few_and_ranked(shares: list[tuple[int, str]], writer: int) -> None:
-    """A scrub of ten thousand processes would ask all of them for one flipped bit, or pass the copy over."""
-    reports = [[Held(save_id=SAVE, count=41, shares=((share, boxes),))] for share, boxes in shares]
-    givers = givers_of(
-        [*reports, [Held(save_id=SaveId(1, 1, 1), count=41, shares=((writer, "a"),))]], SAVE, writer=writer, boxes="a"
-    )
-    assert len(givers) == min(len(shares), GIVERS_MAX)
-    assert all(shares[process][0] == share for process, share in givers)
-    ranks = [(share != writer, shares[process][1] != "a", abs(share - writer)) for process, share in givers]
-    assert ranks == sorted((share != writer, boxes != "a", abs(share - writer)) for share, boxes in shares)[:GIVERS_MAX]

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.slots.reader import read_manifest
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock
 from ckptkit.upkeep import list_arenas
-from ckptkit.verification import Scrub, mend_step
+from ckptkit.verification import Scrub, mending
 from ckptkit.verification.scrub import others_may_hold
 from tests.states import abstract, assert_same, make_state, restore_args
 from tests.verification.conftest import HOST, Job
@@ -90,7 +90,11 @@ def restored(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["tree", "node", "sidecar", "no sidecars", "no sidecar directory", "json", "no json", "data of another step"]
+    "how",
+    [
+        *("tree", "node", "sidecar", "no sidecars", "no sidecar directory", "json", "no json", "data of another step"),
+        *("directory for a file", "file for a directory"),
+    ],
 )
 def test_durable_step_is_repaired_from_a_slot(job: Job, how: str) -> None:
     """The only copy that outlives the host would stay damaged though a slot has every byte of it."""
@@ -110,6 +114,12 @@ def test_durable_step_is_repaired_from_a_slot(job: Job, how: str) -> None:
         (job.root / "1/data/metadata").write_text("{")
     elif how == "no json":
         shutil.rmtree(job.root / "1/data")
+    elif how == "directory for a file":
+        (state / "manifest.ocdbt").unlink()
+        (state / "manifest.ocdbt/below").mkdir(parents=True)
+    elif how == "file for a directory":
+        shutil.rmtree(state / "d")
+        (state / "d").write_text("not a directory")
     else:
         for name in ("d", "manifest.ocdbt"):
             target = state / name
@@ -147,34 +157,25 @@ def test_unreadably_large_step_is_not_quarantined(job: Job, stock: Path) -> None
         assert content(root.parent) == before
 
 
-@pytest.mark.parametrize("dies_in", ["require_whole", "exchange", "move_aside"])
-def test_next_repair_removes_leftovers_of_a_crashed_one(
-    job: Job, monkeypatch: pytest.MonkeyPatch, dies_in: str
-) -> None:
-    """Copies of whole steps would fill the root; or the damaged step would be deleted, which has changed places."""
-    below, data = job.root / "_ckptkit", job.root / "1/state/d"
-    for path in data.iterdir():
-        flip(path, 300)
-    damaged = {path.name: path.read_bytes() for path in data.iterdir()}
+def test_leftovers_of_a_crashed_repair_are_removed_after_a_day(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of whole steps would fill the root; or a repair that lives would lose its copy."""
+    below = job.root / "_ckptkit"
+    (job.root / "1/state/manifest.ocdbt").unlink()
 
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(mend_step, dies_in, die)
-        patched.setattr(mend_step.shutil, "rmtree", lambda *_, **__: None)
+        patched.setattr(mending, "_copy_aside", die)
+        patched.setattr(mending, "_remove", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             scrubbed(job)
-    assert len(list(below.glob("repair-*"))) == 1
-    living = Path(tempfile.mkdtemp(prefix="repair-", dir=below))
-    with arena_lock(living):
-        scrubbed(job)
-    assert list(below.glob("repair-*")) == [living]
-    assert ckptkit.verify(str(job.root)).steps[1].state == "proven"
-    kept = [
-        {path.name: path.read_bytes() for path in step.glob("state/d/*")} for step in (below / QUARANTINE_DIR).iterdir()
-    ]
-    assert damaged in kept
+    (left,) = below.glob("repair-*")
+    assert acts(scrubbed(job)) == [(1, "durable", "repair", True)]
+    assert list(below.glob("repair-*")) == [left], "it may live"
+    monkeypatch.setattr(mending, "wall_s", lambda: time.time() + 1.1 * 86400)
+    assert acts(scrubbed(job)) == []
+    assert not list(below.glob("repair-*"))
 
 
 def test_unrepairable_copies_are_quarantined(job: Job) -> None:
@@ -320,28 +321,17 @@ def test_damage_in_orbax_metadata_only_is_left(job: Job) -> None:
 
 def test_step_replaced_during_the_repair_is_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer save of the same number would be swapped for the older one."""
-    from ckptkit.verification import mend_step as module
-
     flip(job.root / "1/state/_ckptkit/process-0.json", 300)
-    inner = module.require_whole
+    inner = mending.RootStep._require_whole
 
-    def replaced(*arguments: object) -> object:
+    def replaced(*arguments: Any) -> None:
         (job.root / "1/_CHECKPOINT_METADATA").write_text('{"commit_timestamp_nsecs": 5}')
-        return inner(*arguments)  # pyright: ignore[reportArgumentType]
+        inner(*arguments)
 
-    monkeypatch.setattr(module, "require_whole", replaced)
+    monkeypatch.setattr(mending.RootStep, "_require_whole", replaced)
     found = scrubbed(job)
     assert acts(found) == [(1, "durable", "leave", False)]
     assert (job.root / "1/_CHECKPOINT_METADATA").read_text() == '{"commit_timestamp_nsecs": 5}'
-
-
-def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NFS, Lustre and CephFS are."""
-
-    def refused(*_: object) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(mend_step, "exchange", refused)
 
 
 def damage(job: Job) -> dict[str, bytes]:
@@ -353,23 +343,21 @@ def damage(job: Job) -> dict[str, bytes]:
     return content(job.root / "1")
 
 
-def test_step_is_repaired_without_rename_exchange(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On NFS, Lustre and CephFS every damaged step would stay damaged."""
+def test_damaged_files_are_kept_in_the_quarantine(job: Job) -> None:
+    """A wrong repair would destroy what could still be read of the step."""
     before = damage(job)
-    without_exchange(monkeypatch)
     assert acts(scrubbed(job)) == [(1, "durable", "repair", True)]
     assert ckptkit.verify(str(job.root)).steps[1].state == "proven"
     assert_whole(job)
     restored(job)
-    assert content(job.root / "_ckptkit" / QUARANTINE_DIR / "1") == before, "what was damaged is kept"
+    assert content(job.root / "_ckptkit" / QUARANTINE_DIR / "1") == before
     assert not list((job.root / "_ckptkit").glob("repair-*"))
     assert acts(scrubbed(job)) == []
 
 
-def test_repair_without_rename_exchange_is_completed_after_a_crash(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repair_on_a_disk_is_completed_after_a_crash(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash between two files would lose what was left of the step, or leave one that nothing can repair."""
     replace, deaths = os.replace, 0
-    without_exchange(monkeypatch)
     while True:
         damage(job)
         left = deaths
@@ -383,7 +371,7 @@ def test_repair_without_rename_exchange_is_completed_after_a_crash(job: Job, mon
             replace(*names, **descriptors)
 
         with monkeypatch.context() as patched:
-            patched.setattr(mend_step.os, "replace", dying)
+            patched.setattr(mending.os, "replace", dying)
             try:
                 scrubbed(job)
                 break
@@ -392,21 +380,20 @@ def test_repair_without_rename_exchange_is_completed_after_a_crash(job: Job, mon
         scrubbed(job)
         assert ckptkit.verify(str(job.root)).steps[1].state == "proven"
         restored(job)
-    assert deaths == 3, "a data file, a manifest of a tree, and a record"
+    assert deaths == 4, "a data file, a manifest of a tree, and two records"
 
 
-def test_step_pruned_during_a_repair_without_exchange_stays_away(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_pruned_during_a_repair_stays_away(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a deleted step would appear under its name, and pass for a step."""
     damage(job)
-    without_exchange(monkeypatch)
-    inner = mend_step._replace
+    inner = mending._make_way
 
     def pruned(*arguments: Any) -> None:
         if (job.root / "1").exists():
             (job.root / "1").rename(job.home / "pruned")
         inner(*arguments)
 
-    monkeypatch.setattr(mend_step, "_replace", pruned)
+    monkeypatch.setattr(mending, "_make_way", pruned)
     found = scrubbed(job)
     assert acts(found) == [(1, "durable", "leave", False)]
     assert found.treatments[0].reason == "it was pruned meanwhile"
@@ -414,45 +401,15 @@ def test_step_pruned_during_a_repair_without_exchange_stays_away(job: Job, monke
 
 
 def test_repair_works_without_locks(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lustre without the mount option `flock` answers ENOSYS: a repair would end in a traceback, or delete a living
-    one's copy."""
+    """Lustre without the mount option `flock` answers ENOSYS: a repair would end in a traceback."""
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     (job.root / "1/state/manifest.ocdbt").unlink()
-    young, old = (Path(tempfile.mkdtemp(prefix="repair-", dir=job.root / "_ckptkit")) for _ in range(2))
-    os.utime(old, (1.0, 1.0))
     monkeypatch.setattr(fcntl, "flock", no_locks)
     assert acts(scrubbed(job)) == [(1, "durable", "repair", True)]
-    assert list((job.root / "_ckptkit").glob("repair-*")) == [young], "the one that began long ago is dead"
     assert all(each.live for each in list_arenas(job.tiers)), "nobody knows whether a process holds them"
-
-
-def test_running_job_repairs_its_own_slots(job: Job) -> None:
-    """A job that runs for weeks would find at its restart the bits that flipped in the first of them."""
-    with job.manager() as manager:
-        whole = content(job.home)
-        slots = {tier: slot_of(job, tier) for tier in ("ram", "ssd")}
-        flip(slots["ram"], 0)
-        assert [each.done for each in manager.scrub().treatments] == [False]
-        (mended,) = manager.scrub(repair=True).treatments
-        assert list(mended.sources) == [str(job.slots("ssd"))]
-        for slot in slots.values():
-            flip(slot, 0)
-        treatments = manager.scrub(repair=True).treatments
-        assert [(each.act, each.done) for each in treatments] == [("repair", True)] * 2
-        assert str(job.root) in treatments[0].sources, "no slot has it: the durable step gives it"
-        assert content(job.home) == whole
-        job.manifest("ram", 1).write_bytes(b"{}")
-        (left,) = manager.scrub(repair=True).treatments
-        assert (left.act, left.done) == ("leave", False)
-        assert "its manifest is damaged or missing" in str(left.reason)
-
-
-def slot_of(job: Job, tier: str) -> Path:
-    path = job.manifest(tier, 1)
-    return path.with_name(read_manifest(path).slot)
 
 
 def test_other_hosts_are_named_only_if_the_job_had_them() -> None:

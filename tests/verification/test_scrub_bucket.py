@@ -16,7 +16,7 @@ from ckptkit.model import paths
 from ckptkit.store import RetryStore, Store, open_store
 from ckptkit.store.quarantine import QUARANTINE_DIR
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
-from ckptkit.verification import Scrub, mend_object
+from ckptkit.verification import Scrub, mending
 from tests.cases import long_except
 from tests.states import abstract, assert_same, make_state, restore_args, save_args
 from tests.verification.conftest import HOST
@@ -185,14 +185,14 @@ def test_step_saved_again_during_the_repair_is_left(home: Path, monkeypatch: pyt
     store = open_store(ROOT)
     damage(store, "sidecar")
     anew = {"1/state/manifest.ocdbt": b"another save's", "1/state/_ckptkit/process-0.json": b"another save's"}
-    put_copy_aside = mend_object.put_copy_aside
+    copy_aside = mending._copy_aside
 
     def replaced(*args: Any) -> None:
-        put_copy_aside(*args)
+        copy_aside(*args)
         for key, data in anew.items():
             store.put(key, data)
 
-    monkeypatch.setattr(mend_object, "put_copy_aside", replaced)
+    monkeypatch.setattr(mending, "_copy_aside", replaced)
     found = scrubbed(home)
     assert acts(found) == [(1, "durable", "leave", False)]
     assert found.treatments[0].reason == "it was pruned or replaced meanwhile"
@@ -206,13 +206,13 @@ def test_step_saved_again_during_the_quarantine_is_left(home: Path, monkeypatch:
     before = store.list_all("1")
     shutil.rmtree(home / "ram")
     (home / "ram").mkdir()
-    remove_step = mend_object.remove_step
+    remove_step = mending.remove_step
 
     def replaced_before(*args: Any) -> Any:
         store.put(*anew)
         return remove_step(*args)
 
-    monkeypatch.setattr(mend_object, "remove_step", replaced_before)
+    monkeypatch.setattr(mending, "remove_step", replaced_before)
     assert acts(scrubbed(home)) == [(1, "durable", "leave", False)]
     assert store.list_all("1") == before
     assert store.get(anew[0]) == anew[1]
@@ -275,7 +275,7 @@ def test_crashed_repair_is_completed_by_the_next(
     assert repairs(store), "what died mid-way has left its copy"
     scrubbed(home)
     assert repairs(store), "it may live"
-    monkeypatch.setattr(mend_object, "wall_s", lambda: time.time() + 1.1 * 86400)
+    monkeypatch.setattr(mending, "wall_s", lambda: time.time() + 1.1 * 86400)
     scrubbed(home)
     assert not repairs(store)
 

@@ -238,7 +238,7 @@ def test_tier_with_a_part_of_the_shares_is_incomplete(job: Job) -> None:
     path.write_bytes(dataclasses.replace(manifest, arrays=arrays).to_bytes())
     (proof,) = ckptkit.verify(str(job.home / "ram"), 1).steps
     assert proof.state == "incomplete"
-    assert "no share has all of state:" in (proof.reason or "")
+    assert "elements of leaf state:" in (proof.reason or "")
 
 
 @pytest.mark.parametrize(("path", "step"), [("root", 3), ("zarr3", 0), ("files", 0)])

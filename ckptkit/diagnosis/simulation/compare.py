@@ -73,8 +73,8 @@ def compare(
 
 def find_oracle(cluster: Cluster, failures: Failures, *, horizon_s: float, begin: FixedIntervals) -> FixedIntervals:
     """The fixed intervals with the highest mean goodput on these very failures: one tier after the other, coarse
-    and then fine, from `begin`. Nobody has it: it is chosen with the failures known. Of more than 30,000 failures
-    the search sees the first ones of 100 runs.
+    and then fine, from `begin`. No real run can have it: it is chosen with the failures known. Of more than
+    30,000 failures the search sees the first ones of 100 runs.
     """
     sample = Failures(*(each[:_SEARCH_RUNS] for each in (failures.at_s, failures.kind, failures.outage_s)))
     count = int((sample.at_s < horizon_s).sum())

@@ -2,7 +2,7 @@
 
 Between two failures nothing is random: with a schedule fixed, the saves, the commits and the work done by any moment
 follow from divisions. So one pass over the failures, vectorised over runs and policies, is the whole simulation. A
-restart goes on where it is in the cycle of saves: work that a fast tier gave back since the last slow save counts
+restart continues at its place in the cycle of saves: work that a fast tier gave back since the last slow save counts
 towards the next one. Stalls of a save come at its end. A failure during a restart starts the restart again.
 """
 
@@ -28,7 +28,7 @@ class Seen:
     """The history of the runs: arrays over runs, and over (runs, tiers) if noted."""
 
     up_s: np.ndarray  # time in which steps were taken, the older the less it weighs
-    failures: np.ndarray  # (runs, tiers): what the tier survived and no faster one did, weighed alike
+    failures: np.ndarray  # (runs, tiers): what the tier survived and no faster one did, with the same weights
     moments: (
         np.ndarray
     )  # (runs, 2, growths): of every uptime that a failure ended, see `ckptkit.goodput.intervals.moments`
@@ -111,7 +111,7 @@ def simulate_all(
     """
     alike = [kept_intervals_s(cluster, policy) or ("learns", i) for i, policy in enumerate(policies)]
     distinct = dict(zip(alike, policies, strict=True))
-    # Those that learn last: rows of one kind are neighbours, whatever the order asked for.
+    # Those that learn last: rows of one kind are neighbours, in any order of the request.
     keys = sorted(distinct, key=lambda key: distinct[key].memory is not None)
     found = _simulate(cluster, failures, [distinct[key] for key in keys], horizon_s, mark, progress)
     by_key = dict(zip(keys, found, strict=True))
@@ -154,7 +154,7 @@ def _simulate(
         work += done
         stall += up - done
         holds = survives[:, kind]
-        # The newest that survived, of equals the fastest; a run that is over goes on as it is.
+        # The newest that survived, of equals the fastest; a run that is over stays as it is.
         source, restore_s = np.zeros(work.shape, np.int8), np.full_like(work, tiers[0].restore_s)
         restored = np.where(holds[0], newest[0], -1.0)
         for tier, model in enumerate(tiers[1:], 1):

@@ -116,9 +116,10 @@ class Ancestry:
         """Whether a save in a fast tier is of no run of this branch. Not for durable steps, which are in the root.
 
         The run that made it is the one that recorded its epoch here; or it could not record its epoch, and no run has
-        recorded one since. A save of an earlier format names no run. One that was deleted stays deleted.
+        recorded one since. A save of an earlier format names no run. One that was deleted stays deleted, and so does
+        an older save of its step, which it had replaced.
         """
-        if save in self.deleted:
+        if any(gone.step == save.step and save <= gone for gone in self.deleted):
             return True
         if not save.run:
             return False

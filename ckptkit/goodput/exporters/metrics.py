@@ -23,7 +23,7 @@ _LONG_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.
 
 
 class Metric(NamedTuple):
-    """A metric. `labels` names what tells its series apart; `bounds_s` are those of a histogram's buckets."""
+    """A metric. `labels` are the names that distinguish its series; `bounds_s` are those of a histogram's buckets."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]

@@ -15,9 +15,9 @@ class PrometheusExporter:
     """Serves the metrics of a run (`METRICS`) on `http://HOST:PORT/metrics`, by `prometheus_client`.
 
     Process 0 alone serves; with `every_process` each one does, on `port` plus its index. With `port` 0 it takes a free
-    port, and `port` tells which. `labels` are added to each series, such as `{"run": "x"}`. Cost: nothing for the step
-    loop; a scrape takes a millisecond in a thread of its own. Raises ImportError without `prometheus_client`
-    (`pip install 'ckptkit-jax[prometheus]'`). `EventLog` raises OSError if the port is in use.
+    port, and the attribute `port` has its number. `labels` are added to each series, such as `{"run": "x"}`.
+    Cost: nothing for the step loop; a scrape takes a millisecond in a thread of its own. Raises ImportError without
+    `prometheus_client` (`pip install 'ckptkit-jax[prometheus]'`). `EventLog` raises OSError if the port is in use.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Checksums:
 class Spool:
     """Appends bytes to a file that no reader can see; `write` and `hash` may run in two other threads at once.
 
-    Memory is bounded by the chunks given to one `append`, whatever the size of the object.
+    Memory is bounded by the chunks given to one `append`, not by the size of the object.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +101,7 @@ class Spool:
             self._rehash()
 
     def seal(self, *, components: int | None = None) -> Content:
-        """Flush, and tell what was written; a composite has no MD5, as with Google."""
+        """Flush, and return the content that was written; a composite has no MD5, as with Google."""
         with self._file_lock, self._hash_lock:
             self._file.flush()
             return Content(

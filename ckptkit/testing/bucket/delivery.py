@@ -33,7 +33,7 @@ def reset(request: web.BaseRequest) -> None:
 
 @final
 class Delivery:
-    """One answer in flight; memory is one piece of the body, whatever its size."""
+    """One answer in flight; memory is one piece of the body, for bodies of any size."""
 
     def __init__(self, request: web.BaseRequest, shared: TokenBucket, note: Callable[[], None]) -> None:
         self._request = request

@@ -113,7 +113,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delay:
-    """Wait before anything is done: a slow first byte. Goes on to later faults."""
+    """Wait before anything is done: a slow first byte. Later faults apply too."""
 
     latency: Latency
 

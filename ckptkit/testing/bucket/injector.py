@@ -29,7 +29,7 @@ class Injector:
         return self._plan
 
     def set_plan(self, plan: FaultPlan) -> None:
-        """Replace the plan; counts begin anew, transfers in flight go on at the new bandwidth."""
+        """Replace the plan; counts begin anew, transfers in flight continue at the new bandwidth."""
         with self._lock:
             self._plan = plan
             self._matched = [0] * len(plan.faults)

@@ -121,7 +121,7 @@ class BucketServer:
 
 
 class BucketDefect(RuntimeError):
-    """The fake bucket itself failed: whatever was tested with it, the result does not count."""
+    """The fake bucket itself failed: the result of a test with it does not count."""
 
 
 def client_env(url: str) -> dict[str, str]:

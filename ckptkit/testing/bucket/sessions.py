@@ -56,7 +56,7 @@ class Sessions:
             self._recover(bucket.name)
 
     def open(self, plan: Plan) -> Session:
-        """Begin a session; it is on disk before its name is told."""
+        """Begin a session; it is on disk before its name is returned."""
         directory = self._store.directory(plan.bucket)
         self._make_room()
         spool = directory.new_spool()

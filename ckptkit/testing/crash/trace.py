@@ -116,7 +116,7 @@ def record(
 
 
 def _run(words: Sequence[str], env: Mapping[str, str] | None, timeout_s: float) -> tuple[int, str]:
-    """Its exit code and what it wrote to stderr. A killed strace leaves the traced processes running: they go too."""
+    """Its exit code and its stderr. A killed strace leaves the traced processes running: kills them too."""
     with subprocess.Popen(
         words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -135,7 +135,7 @@ def notes(trace: Trace) -> list[tuple[int, str]]:
 
 
 def _snapshot(root: Path) -> Reader:
-    """A reader that has been told the content there."""
+    """A reader that knows the content there."""
     reader = Reader(root, NOTES_NAME, None)
     for directory, names, files in os.walk(root):
         for name in (*names, *files):
