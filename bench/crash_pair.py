@@ -26,8 +26,9 @@ import orbax.checkpoint as ocp
 
 import ckptkit
 from bench.crash_job import small_leaves_shared
-from ckptkit.durable import write_step
+from ckptkit.durable import write_part
 from ckptkit.durable.sidecars import join_sidecars
+from ckptkit.durable.write_part import PartWriter
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
 from ckptkit.model import paths
@@ -144,10 +145,10 @@ def _on_the_mesh(values: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
 @contextmanager
 def _sidecar_late() -> Iterator[None]:
     """Process 1 writes its sidecar once the step is committed, and process 0 does not ask for it."""
-    side_files, write = StepWriter._side_files, StepWriter.write
+    side_files, write = PartWriter._side_files, StepWriter.write
     kept = dict[str, bytes]()
 
-    def without_sidecar(self: StepWriter, args: Any) -> dict[str, bytes]:
+    def without_sidecar(self: PartWriter, args: Any) -> dict[str, bytes]:
         files = side_files(self, args)
         kept.update({name: files.pop(name) for name in [*files] if name == _SIDECAR_1})
         return files
@@ -160,7 +161,7 @@ def _sidecar_late() -> Iterator[None]:
         return tidy
 
     with (
-        mock.patch.object(StepWriter, "_side_files", without_sidecar),
+        mock.patch.object(PartWriter, "_side_files", without_sidecar),
         mock.patch.object(StepWriter, "write", late),
         mock.patch.object(StepWriter, "_join_sidecars", return_value=None),
     ):
@@ -183,21 +184,21 @@ def _sidecars_deleted() -> Iterator[None]:
 @contextmanager
 def _sidecar_not_synced() -> Iterator[None]:
     """Nobody syncs the bytes of process 1's sidecar before the commit."""
-    sync = write_step._sync
-    with mock.patch.object(write_step, "_sync", lambda path: None if path.endswith(_SIDECAR_1) else sync(path)):
+    sync = write_part.sync
+    with mock.patch.object(write_part, "sync", lambda path: None if path.endswith(_SIDECAR_1) else sync(path)):
         yield
 
 
 @contextmanager
 def _sidecar_left_to_process_0() -> Iterator[None]:
     """Process 1 leaves it to process 0 to sync its sidecar. On a file system that hosts share nobody does."""
-    sync = write_step._sync
+    sync = write_part.sync
 
     def synced(path: str) -> None:
         if jax.process_index() == 0 or not path.endswith(_SIDECAR_1):
             sync(path)
 
-    with mock.patch.object(write_step, "_sync", synced):
+    with mock.patch.object(write_part, "sync", synced):
         yield
 
 

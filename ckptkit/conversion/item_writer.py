@@ -175,11 +175,7 @@ def side_files(
     `inline` holds the sidecar's entries besides arrays: the step's small items, and this item's empty nodes.
     """
     manifest = Manifest(save_id=save_id, writer=writer, slot="", arrays={item: tuple(records)}, inline=inline)
-    arrays = [
-        HostShards(record=record, blocks=[], sidecar=b"", on_written=lambda: None)
-        for record in records
-        if record.kind == "jax"
-    ]
+    arrays = [HostShards(record=record, blocks=[]) for record in records if record.kind == "jax"]
     text = array_metadatas_text(arrays, has_sidecar=provable)
     files = {f"{ARRAY_METADATAS}/process_{writer.process}": text}
     if provable:
@@ -261,7 +257,7 @@ def works_of(
 def _tree(records: list[LeafRecord]) -> Any:
     tree: dict[str, Any] = {}
     for record in records:
-        shards = HostShards(record=record, blocks=[], sidecar=b"", on_written=lambda: None)
+        shards = HostShards(record=record, blocks=[])
         if not record.path:  # the tree is one array: `require_tree` allows no other leaf then
             return shards
         put_at(tree, record.path, shards)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_args
+from orbax.checkpoint import future as orbax_future
 from orbax.checkpoint._src import asyncio_utils
 
 from ckptkit.direct.loading import Loader
 from ckptkit.direct.memory import StagingMemory
-from ckptkit.direct.staging import staged
-from ckptkit.durable.orbax.handlers import HostTreeHandler, write_sidecar_sign
+from ckptkit.direct.staging import LONE, staged
+from ckptkit.durable.cells.pacing import Pace
+from ckptkit.durable.cells.sharing import Sharing
+from ckptkit.durable.cells.writer import merge_processes
+from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.orbax.manager import StockManager
-from ckptkit.model.paths import TEMPORARY
+from ckptkit.durable.write_part import PartWriter
+from ckptkit.model import paths
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 
 _log = logging.getLogger("ckptkit")
@@ -28,9 +36,6 @@ class _Proving:
         vars(self).update(vars(like))
         self.stock = like
         self.typestr = type(like).typestr  # in the metadata: stock Orbax finds its own handler
-        tree = like._impl if isinstance(like, ocp.StandardCheckpointHandler) else like
-        options = ocp.options.MultiprocessingOptions(primary_host=tree._primary_host)
-        self._host_tree = HostTreeHandler(options)
         self._loader = Loader()
         self._memory = StagingMemory()
 
@@ -39,11 +44,12 @@ class _Proving:
         stock: Any = super()
         if args is None:
             return await stock.async_save(directory, *legacy, **named)
-        tree = staged(args, directory.name.partition(TEMPORARY)[0], self._memory)
+        tree = staged(args, directory.name.partition(paths.TEMPORARY)[0], self._memory)
         if tree is None:
             _log.info("%s: Orbax alone can hold this tree, so it is saved without digests", directory)
             return await stock.async_save(directory, args=args)
-        return await self._host_tree.async_save(directory, tree)
+        write = asyncio.to_thread(_write_part, root_url(_url(directory)), tree)
+        return [orbax_future.CommitFutureAwaitingContractedSignals(write, name="ckptkit_tree")]
 
     def save(self, directory: Any, *legacy: Any, **named: Any) -> None:
         """As Orbax's: returns once the bytes are written."""
@@ -57,8 +63,11 @@ class _Proving:
     def finalize(self, directory: Any) -> None:
         """As Orbax's, on one process, before the directory is committed."""
         stock: Any = super()
-        stock.finalize(directory)
-        write_sidecar_sign(directory)
+        url, count = root_url(_url(directory)), jax.process_count()
+        if open_store(url).stat(f"{paths.SIDECAR_DIR}/{paths.sidecar_name(0)}") is None:
+            stock.finalize(directory)
+        elif count > 1:
+            merge_processes(url, count, _profile(count))
 
     def close(self) -> None:
         """As Orbax's; frees the host memory that is kept for saves."""
@@ -135,6 +144,18 @@ def _by_whole_job(handler: Any, multiprocessing: Any) -> bool:
     tree = handler._impl if isinstance(handler, ocp.StandardCheckpointHandler) else handler
     active = getattr(multiprocessing, "active_processes", None)
     return count == 1 or (tree._primary_host is not None and (active is None or len(active) == count))
+
+
+def _profile(count: int) -> DurableProfile:
+    return DurableProfile(shared_steps_max=1).for_one_of(count)
+
+
+def _write_part(url: str, tree: HostTreeSave) -> None:
+    """Writes this process's part of a tree into its directory, which exists by now."""
+    process, count, profile = jax.process_index(), jax.process_count(), _profile(jax.process_count())
+    sharing = Sharing(url, process, count)
+    sharing.begin(LONE, lambda: None)
+    PartWriter(process, count, sharing, Pace(profile.write_bytes_per_s)).write(url, {"": tree}, profile)
 
 
 def _url(directory: Any) -> str:

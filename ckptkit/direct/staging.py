@@ -1,4 +1,4 @@
-"""A tree that is saved to a directory of its own: copied to host memory and digested, as save arguments for Orbax."""
+"""A tree that is saved to a directory of its own: copied to host memory and digested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.snapshot.items import save_items
 from ckptkit.snapshot.provenance import provenance_here
 from ckptkit.snapshot.shards import local_shards
 
-_LONE = SaveId(epoch=0, step=0, number=0)  # of no run: a run's first epoch is 1
+LONE = SaveId(epoch=0, step=0, number=0)  # of no run: a run's first epoch is 1
 
 
 def staged(args: Any, item: str, kept: StagingMemory) -> HostTreeSave | None:
@@ -28,7 +28,7 @@ def staged(args: Any, item: str, kept: StagingMemory) -> HostTreeSave | None:
     the arrays any more, and the caller may donate them. Cost: one copy at memory speed, and as much host memory as this
     process holds of the tree, until `kept` is closed.
     """
-    captured = save_items({item: args}, default_item=True)
+    captured = save_items({item: args})
     if isinstance(captured, str):
         return None
     description = describe_items(captured.trees, chunk_bytes=captured.chunk_bytes)
@@ -39,7 +39,7 @@ def staged(args: Any, item: str, kept: StagingMemory) -> HostTreeSave | None:
     memory = kept.take(description.slot_bytes)
     digests = copy_shards(local_shards(description, captured.trees), memory)
     manifest = Manifest(
-        save_id=_LONE,
+        save_id=LONE,
         writer=Writer(
             process=jax.process_index(),
             count=jax.process_count(),

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.leases import PruneGuard
-from ckptkit.durable.orbax.manager import StockManager, delete_directory
+from ckptkit.durable.orbax.manager import StockManager, delete_directory, put_aside
 from ckptkit.store.remote import forget_listings
 
 Report = Callable[[int, str], None]  # of a step that is committed: what failed after that
@@ -37,7 +37,6 @@ class Pruner:
         self._stock = stock
         self._guard = guard
         self._options = options
-        self._moved = options.todelete_subdir is not None or options.todelete_full_path is not None
         self._leads = leads
         self._report = report
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-prune")
@@ -50,13 +49,19 @@ class Pruner:
         if not self._leads:
             return
         doomed = list(steps)
-        if self._moved and doomed:
-            self._stock.delete_as_asked(doomed)  # a rename; a refusal is reported for the step that was committed
+        if doomed and put_aside(doomed[0], self._url, self._options):  # renames; a refusal is reported for the save
+            for step in doomed[1:]:
+                put_aside(step, self._url, self._options)
             self._guard.settle()
             doomed = []
         again = sorted(self._left)
-        self._left.update((step, self._stock.name(step)) for step in doomed)
+        self._left.update((step, self._stock.found_name(step)) for step in doomed)
         self._running = self._thread.submit(self._delete, again, first)
+
+    def remove(self, step: int) -> None:
+        """Deletes a step at once, by the options. Raises the errors of the deletion."""
+        if not put_aside(step, self._url, self._options):
+            self._remove(self._stock.found_name(step))
 
     def forget(self, step: int) -> None:
         """A step of this number is about to be saved again: it is not to be deleted for what it once was."""
@@ -83,11 +88,14 @@ class Pruner:
             if step in read:
                 continue
             try:
-                remove_step(f"{self._url}/{name}", lambda place: delete_directory(place, self._options))
-                forget_listings(self._url)
+                self._remove(name)
             except Exception as error:  # noqa: BLE001  it is a step or it is not, never half: reported, and tried again
                 reason = f"step {step} is to be deleted, and is not yet: {type(error).__name__}: {error}"
                 self._report(step, reason)
             else:
                 del self._left[step]
         self._guard.settle()
+
+    def _remove(self, name: str) -> None:
+        remove_step(f"{self._url}/{name}", lambda place: delete_directory(place, self._options))
+        forget_listings(self._url)

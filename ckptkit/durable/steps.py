@@ -1,12 +1,15 @@
-"""The books of the durable tier: Orbax's own `CheckpointManager`, fed from host memory on a background thread."""
+"""The steps of a durable root: written, listed and deleted by ckptkit, and booked in one manager of stock Orbax.
+
+Stock Orbax writes the whole step where an item has a handler with a layout of its own, or where the options define how
+a step is committed. Such a step has an identity and no digests.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -20,29 +23,27 @@ from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.lifecycle.listing import StepListing
 from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.durable.lifecycle.root_record import shield_records
-from ckptkit.durable.orbax.handlers import handler_name, make_writer
-from ckptkit.durable.orbax.host_shards import has_sidecar
+from ckptkit.durable.orbax.file_items import FilesSave
+from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.orbax.manager import (
     DEFAULT_ITEM,
     METRICS_ITEM,
     Setup,
     StockManager,
-    Views,
     checked_options,
     committed_by_mark,
-    delete_at_once,
     delete_directory,
     finishes_in_its_own_way,
-    forget,
     make_root,
     read_by_one,
     step_names,
     without_collectives,
 )
-from ckptkit.durable.orbax.preservation import BranchPreservation, prunes, replaced_options
+from ckptkit.durable.orbax.preservation import BranchPreservation, prunes, without_deletions
 from ckptkit.durable.prune import Pruner, Report
 from ckptkit.durable.read_step import DurableReader, identity_metadata
-from ckptkit.durable.write_step import StepWriter, is_writable
+from ckptkit.durable.write_part import DurableItem
+from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.job.coordination import Coordinator, ScopedCoordinator
 from ckptkit.model.durable_profile import DurableProfile
@@ -51,12 +52,9 @@ from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
-from ckptkit.util.own_context import own_context
 from ckptkit.util.words import command_line
 
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
-# Orbax numbers operations per process: two saves that begin at once mistake each other's directories.
-_one_save = threading.RLock()
 
 
 def cleans_by_marks(url: str, options: ocp.CheckpointManagerOptions) -> bool:
@@ -106,27 +104,24 @@ class DurableSteps:
         self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
         self.seen: dict[int, SaveId] = {}  # the saves that steps counted as when they were looked at last
         checked_options(options)
-        self._multiprocessing = without_collectives(options.multiprocessing_options, coordinator.count)
         coordinator.agree("durable-root", None, lambda _: prepare_root(self.url, options))
         self._report, self._cleaned = report, cleaned
         self._cleaned_epoch: int | None = None
-        self._deletes_later = options.enable_background_delete
+        self._options = options
         self._store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
         self._guard = PruneGuard(self._store)
-        self._preservation = BranchPreservation(options, self._release, self.place_of)
+        self._preservation = BranchPreservation(options, self.place_of) if prunes(options) else None
+        self._abandoned: frozenset[int] = frozenset()  # set before each save, the same on every process
         asynchronous = options.async_options or ocp.AsyncOptions(timeout_secs=math.ceil(coordinator.timeout_s))
         orbax_options = dataclasses.replace(
-            options,
-            **(replaced_options(self._preservation) if prunes(options) else {}),
+            without_deletions(options),
             create=False,
             async_options=dataclasses.replace(asynchronous),  # Orbax edits it
-            multiprocessing_options=self._multiprocessing,
+            multiprocessing_options=without_collectives(options.multiprocessing_options, coordinator.count),
             **read_by_one(options),
             **({"cleanup_tmp_directories": False} if cleans_by_marks(self.url, options) else {}),
         )
-        self._options = committed_by_mark(orbax_options, self.url)
-        self._orbax_writes = finishes_in_its_own_way(options)
-        self.stock = StockManager(self.url, self._options, setup)
+        self.stock = StockManager(self.url, committed_by_mark(orbax_options, self.url), setup)
         mode = options.file_options.path_permission_mode if options.file_options else None
         self.pace = Pace(profile.write_bytes_per_s)
         self._read_pace = Pace(profile.read_bytes_per_s)
@@ -134,8 +129,6 @@ class DurableSteps:
         self.shared: Mapping[str, int] = {}
         self._step_writer = StepWriter(self.url, self._tries, profile, mode=mode, pace=self.pace)
         self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=coordinator.process == 0, report=report)
-        self._writer: ocp.CheckpointManager | None = None
-        self._views = Views()
         self._on_committed = asynchronous.post_finalization_callback
 
     @property
@@ -145,8 +138,7 @@ class DurableSteps:
 
     def kept(self) -> list[int]:
         """The steps that are committed and not pruned, as the last save through this process left them."""
-        latest = self._writer if self._views.is_behind(self.stock.orbax) else self.stock.orbax
-        return [] if latest is None else list(self._views.seen(latest).all_steps())
+        return self.stock.known()
 
     def place_of(self, step: int) -> tuple[bool, SaveId]:
         """Sorts steps as they were saved; those that this process has not seen come last."""
@@ -155,7 +147,7 @@ class DurableSteps:
     @property
     def writes_itself(self) -> bool:
         """Whether our own writer writes what it can; the caller's options may leave every step to Orbax."""
-        return not self._orbax_writes
+        return not finishes_in_its_own_way(self._options)
 
     def reader(self, step: int) -> DurableReader:
         """A reader of one step, which proves every cell that it returns."""
@@ -188,10 +180,9 @@ class DurableSteps:
     def save(
         self,
         save_id: SaveId,
-        items: Mapping[str, Any],
+        items: Mapping[str, DurableItem],
         *,
         metrics: Any,
-        default_item: bool,
         ancestry: Ancestry,
         custom_metadata: Mapping[str, Any] | None = None,
         check_epoch: Callable[[], None] = lambda: None,
@@ -199,72 +190,107 @@ class DurableSteps:
     ) -> None:
         """Writes and commits one step; returns once it is committed. Runs on a background thread.
 
-        `items` are Orbax save arguments whose arrays are `HostShards` (see `host_tree`). The memory that they
-        view must not change until this returns. A step of the same number is replaced only if `ancestry` shows that it
-        belongs to an abandoned branch. The epoch of `save_id` must be recorded in the root: uncommitted leftovers of
-        earlier ones are removed first. `check_epoch` is called on process 0 right before the commit, and raises if a
-        later epoch has begun. `about` is the key of this try's barriers (default: the save). Raises Orbax's errors; the
-        books are then read anew.
+        `items` are trees of host memory (`host_tree`) and files. The memory that they view must not change until this
+        returns. A step of the same number is replaced only if `ancestry` shows that it belongs to an abandoned branch.
+        The epoch of `save_id` must be recorded in the root: uncommitted leftovers of earlier ones are removed first.
+        `check_epoch` is called on process 0 right before the commit, and raises if a later epoch has begun. `about` is
+        the key of this try's barriers (default: the save). If it raises, the step may be there all the same: the books
+        are then read anew.
         """
-        self._tries.begin(about or str(save_id))
-        self.shared = {}
-        self._refuse_unfit()
-        by_orbax = self._orbax_writes or not is_writable(items)
-        has_sidecars = any(map(has_sidecar, items.values()))
+        self._begin(save_id, about)
+        self._clean_left(save_id)
+        self._meet_abandoned(save_id.step, ancestry)
+        step = save_id.step
+        if step in self.stock.known():
+            raise StepAlreadyExistsError(f"step {step} is in {self.url} already")
+        if metrics is not None and self.stock.stored_metrics:
+            text = json.dumps(metrics).encode()  # Orbax names the file after its item
+            metrics_item = FilesSave(files={METRICS_ITEM: text}, handler=ocp.JsonCheckpointHandler.typestr())
+            items = {**items, METRICS_ITEM: metrics_item}
+        has_sidecars = any(isinstance(item, HostTreeSave) and item.sidecar is not None for item in items.values())
         properties = properties_of(self.url)
         # On a mount a step without its mark has to show that it is not one that stock Orbax has renamed there.
         named = not has_sidecars or (properties.file_system and not properties.atomic_rename)
         custom = {**(custom_metadata or {}), **(identity_metadata(save_id) if named else {})}
-        self._pruner.wait()
-        self._settle()
-        self._clean_left(save_id)
-        self._meet_abandoned(save_id.step, ancestry)
-        if by_orbax:
-            self._write_through_orbax(save_id, items, metrics, custom, default_item=default_item)
-        else:
-            self._write(save_id, items, metrics, custom, check_epoch)
-        if self._on_committed is not None:
-            self._on_committed()
-
-    def _write(
-        self,
-        save_id: SaveId,
-        items: Mapping[str, Any],
-        metrics: Any,
-        custom: Mapping[str, Any],
-        check_epoch: Callable[[], None],
-    ) -> None:
-        """Writes a step ourselves, and lets Orbax's books and policies know of it."""
-        step = save_id.step
-        self._views.fresh(self.stock.orbax)
-        if step in self.stock.orbax.all_steps():
-            raise StepAlreadyExistsError(f"step {step} is in {self.url} already")
-        if metrics is not None and self.stock.stored_metrics:
-            items = {**items, METRICS_ITEM: ocp.args.JsonSave(metrics)}  # pyright: ignore[reportCallIssue]
-        handlers = {name: handler_name(item) for name, item in items.items()}
         try:
             name = self.stock.name(step)
-            tidy = self._step_writer.write(name, save_id, items, handlers, custom, check_epoch, last=self._newest)
+            tidy = self._step_writer.write(name, save_id, items, custom, check_epoch, last=self._newest)
             self.shared = self._step_writer.shared
             forget_listings(self.url)  # of before the commit: Orbax's reads go by them
             self._identities[step] = self.seen[step] = save_id
-            self._views.written_past(self._writer)
-            self._pruner.prune(self.stock.add(step, metrics), first=tidy)
+            self.stock.add(step, metrics)
+            self._prune(tidy)
         except BaseException:
-            self._views.look_again(self.stock.orbax, self.stock.look_again)  # the step may be there all the same
+            self.stock.look_again()
             raise
+        if self._on_committed is not None:
+            self._on_committed()
+
+    def save_by_orbax(
+        self,
+        save_id: SaveId,
+        args: Mapping[str, Any],
+        *,
+        metrics: Any,
+        default_item: bool,
+        ancestry: Ancestry,
+        custom_metadata: Mapping[str, Any] | None,
+    ) -> None:
+        """Begins a save by stock Orbax, with the caller's own handlers and objects, on the caller's thread.
+
+        Blocks as Orbax blocks and raises what Orbax raises; `finish_by_orbax` waits for the rest. The step has
+        an identity and no digests. No other save may be in flight.
+        """
+        self.stock.settle()
+        self._begin(save_id)
+        self._meet_abandoned(save_id.step, ancestry)
+        self.stock.known()
+        self._identities[save_id.step] = self.seen[save_id.step] = save_id
+        self.stock.orbax.save(
+            save_id.step,
+            args=args[DEFAULT_ITEM] if default_item else ocp.args.Composite(**args),
+            metrics=metrics,
+            force=True,
+            custom_metadata={**(custom_metadata or {}), **identity_metadata(save_id)},
+        )
+
+    def finish_by_orbax(self, save_id: SaveId) -> None:
+        """Waits until the save that `save_by_orbax` began is committed, and begins to delete the steps that it has
+        pushed out. The epoch of `save_id` must be recorded in the root. Raises what Orbax raises."""
+        try:
+            self.stock.orbax.wait_until_finished()
+            self._clean_left(save_id)
+            self._prune()
+        except BaseException:
+            self.stock.look_again()
+            raise
+
+    def _begin(self, save_id: SaveId, about: str = "") -> None:
+        """Begins a try to save: earlier deletions have ended when it returns."""
+        self._tries.begin(about or str(save_id))
+        self.shared = {}
+        if self._options.todelete_full_path is not None and not properties_of(self.url).known_to_orbax:
+            # Before a step is written that cannot be deleted.
+            raise NotImplementedError("todelete_full_path is for gs:// alone; take todelete_subdir")
+        self._pruner.wait()
+        self._settle()
+
+    def _prune(self, first: Callable[[], None] = lambda: None) -> None:
+        """Begins to delete the steps that the policies do not keep, after `first`."""
+        gone = frozenset[int]()
+        self.stock.forget(self.stock.unmanaged)
+        if self._preservation is not None:
+            gone = self._release(self._preservation.doomed(self.stock.infos(), self._abandoned))
+            self.stock.forget(gone)
+        self._pruner.prune(sorted(gone), first)
 
     def _newest(self) -> tuple[int, str] | None:
         """The newest step that is known here, and its directory; None without steps. It may have been deleted since."""
-        steps = self.stock.orbax.all_steps()
+        steps = self.stock.known()
         return (max(steps), self._step_url(max(steps))) if steps else None
 
     def _step_url(self, step: int) -> str:
-        try:
-            path = self.stock.path(step)
-        except ValueError:  # a name format of the caller's, and no step of any of its names
-            path = self.directory / self._options.step_name_format.build_name(step)  # pyright: ignore[reportOptionalMemberAccess]
-        return f"{self.url}/{path.name}"
+        return f"{self.url}/{self.stock.found_name(step)}"
 
     def _clean_left(self, save_id: SaveId) -> None:
         """Once in each epoch, on process 0. Leftovers that cannot be removed do not fail a save: they are reported, and
@@ -282,80 +308,6 @@ class DurableSteps:
             if names:
                 self._cleaned(names)
 
-    def _refuse_unfit(self) -> None:
-        """Orbax refuses it when the first step has to be deleted; this raises before a step is written that cannot be
-        deleted."""
-        if self._options.todelete_full_path is not None and not properties_of(self.url).known_to_orbax:
-            raise NotImplementedError("todelete_full_path is for gs:// alone; take todelete_subdir")
-
-    def _write_through_orbax(
-        self,
-        save_id: SaveId,
-        items: Mapping[str, Any],
-        metrics: Any,
-        custom: Mapping[str, Any],
-        *,
-        default_item: bool,
-    ) -> None:
-        """Has a step written by Orbax: its own kinds of item, or files that the caller's options make special."""
-        writer = self._views.fresh(self._own_writer())
-        args = items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items)
-        try:
-            with self._alone(), own_context():
-                writer.save(save_id.step, args=args, metrics=metrics, force=True, custom_metadata=dict(custom))
-            self._identities[save_id.step] = self.seen[save_id.step] = save_id
-            if not self._deletes_later:
-                self._settle()
-        except BaseException:
-            # After a failed commit Orbax has forgotten older good steps (FACTS 5): look at the disk again.
-            self._views.look_again(writer)
-            raise
-        finally:
-            self._views.written_past(self.stock.orbax)
-
-    def save_by_orbax(
-        self,
-        save_id: SaveId,
-        args: Mapping[str, Any],
-        *,
-        metrics: Any,
-        default_item: bool,
-        ancestry: Ancestry,
-        custom_metadata: Mapping[str, Any] | None,
-    ) -> None:
-        """Begins a save by stock Orbax, with the caller's own handlers and objects, on the caller's thread.
-
-        Blocks as Orbax blocks and raises what Orbax raises; `finish_by_orbax` waits for the rest. The step has
-        an identity and no digests. No other save may be in flight.
-        """
-        self._tries.begin(str(save_id))
-        self.stock.settle()
-        self._views.fresh(self.stock.orbax)
-        self._pruner.wait()
-        self._settle()
-        self._meet_abandoned(save_id.step, ancestry)
-        self._identities[save_id.step] = self.seen[save_id.step] = save_id
-        with self._alone():
-            self.stock.orbax.save(
-                save_id.step,
-                args=args[DEFAULT_ITEM] if default_item else ocp.args.Composite(**args),
-                metrics=metrics,
-                force=True,
-                custom_metadata={**(custom_metadata or {}), **identity_metadata(save_id)},
-            )
-
-    def finish_by_orbax(self) -> None:
-        """Waits until the save that `save_by_orbax` began is committed; raises what Orbax raises."""
-        try:
-            self.stock.orbax.wait_until_finished()
-            if not self._deletes_later:
-                self._settle()
-        except BaseException:
-            self._views.look_again(self.stock.orbax)
-            raise
-        finally:
-            self._views.written_past(self._writer)
-
     def delete(self, step: int, *, at_once: bool = False, about: str = "") -> None:
         """Deletes a committed step by the options; does nothing if it does not exist. No save may be in flight. With
         `at_once` it is deleted on return, even if the options delete in the background.
@@ -365,30 +317,31 @@ class DurableSteps:
         """
         self.stock.settle()
         self._pruner.wait()
-        manager = self._writer or self.stock.orbax
-        forget_listings(self.url)  # Orbax does not know the steps that ckptkit wrote, and would delete nothing
-        if self._views.is_behind(manager) or step not in manager.all_steps():
-            self._views.look(manager)  # puts the steps in order: Orbax prunes by it, and keeps them as they were saved
+        if step not in self.stock.known():
+            self.stock.look()  # puts the steps in order: Orbax prunes by it, and keeps them as they were saved
+        waits = at_once or not self._options.enable_background_delete
 
         def begin(_: list[Any]) -> None:
             self._guard.announce({step})
-            if at_once:
-                delete_at_once(manager, step)
+            if waits:
+                self._pruner.remove(step)
 
-        if step in manager.all_steps():
+        if step in self.stock.known() and not self._options.read_only:
             # Of a step whose number is saved again: a part of that try.
             channel, meetings = ("delete-abandoned", self._tries) if at_once else ("delete", self._coordinator)
-            meetings.agree(channel, None, begin, about=about)
-            if at_once:
-                forget(manager, step)
-            else:
-                manager.delete(step)
+            try:
+                meetings.agree(channel, None, begin, about=about)
+            except BaseException:
+                self.stock.look_again()
+                raise
+            self.stock.forget([step])
             forget_listings(self.url)
-            if at_once or not self._deletes_later:
+            if waits:
                 self._settle()
+            else:
+                self._pruner.prune([step])
         self._identities.pop(step, None)
         self.seen.pop(step, None)
-        self._views.written_past(self.stock.orbax if manager is self._writer else self._writer)
 
     def holds(self, save_id: SaveId) -> bool:
         """Whether the step is committed, and is this save. Cost: a listing and a small read."""
@@ -399,9 +352,7 @@ class DurableSteps:
         self.stock.settle()
         self._pruner.wait()
         self._identities.clear()
-        for manager in (self.stock.orbax, self._writer):
-            if manager is not None:
-                self._views.look(manager)
+        self.stock.look()
 
     def wait_until_pruned(self) -> None:
         """Waits until the steps that the last save has pushed out are deleted, or could not be."""
@@ -414,17 +365,6 @@ class DurableSteps:
     def looked(self) -> StepListing:
         """The same, with the names that were seen below a step, where it was looked into."""
         return self.stock.listed()
-
-    def _own_writer(self) -> ocp.CheckpointManager:
-        """The manager through which our own steps are written: synchronous, on the thread that asks for it first."""
-        if self._writer is None:
-            self._writer = make_writer(self.url, self._options, self._multiprocessing)
-        return self._writer
-
-    def _alone(self) -> Any:
-        """Keeps other managers of this process from saving meanwhile. Does nothing with several processes: their
-        managers could lock in different orders and deadlock."""
-        return _one_save if self._coordinator.count == 1 else nullcontext()
 
     def _meet_abandoned(self, step: int, ancestry: Ancestry) -> None:
         """Process 0 tells all processes which steps are abandoned; one with the number to be saved is deleted first."""
@@ -443,7 +383,7 @@ class DurableSteps:
                 f"step, or take the pin out with `{command_line('unpin', self.url, step)}`"
             )
         # The one that takes its number is of this branch: without it here, its own save would prune it.
-        self._preservation.abandoned = frozenset(steps) - {step}
+        self._abandoned = frozenset(steps) - {step}
         if step in steps:
             self.delete(step, at_once=True)
 
@@ -470,8 +410,6 @@ class DurableSteps:
             return replaced and ancestry.may_be_abandoned(step)
 
     def close(self) -> None:
-        """Finishes deletions, and ends Orbax's managers."""
+        """Finishes deletions, and ends Orbax's manager."""
         self._pruner.close()
         self.stock.close()
-        if self._writer is not None:
-            self._writer.close()

@@ -107,7 +107,9 @@ class Catalog:
         """When each step was committed, in nanoseconds of the wall clock, where that is known without reading."""
         made = {record.step: record.verified_s for record in self._history.ledger.records()}
         times = {step: int(made_s * 1e9) for step, made_s in made.items() if made_s is not None}
-        return times | {step: int(at.timestamp() * 1e9) for step, at, _ in self._storage.durable.stock.infos() if at}
+        return times | {
+            info.step: int(info.time.timestamp() * 1e9) for info in self._storage.durable.stock.infos() if info.time
+        }
 
     def known_metrics(self, step: int) -> Any:
         """The metrics of a step as far as they are known without reading; None for none."""

@@ -50,7 +50,7 @@ class MetadataIndex:
 
     def refill(self, steps: Iterable[int]) -> None:
         """The tiers were read again: they hold these steps."""
-        durable = {step: metrics for step, _, metrics in self._durable.stock.infos()}
+        durable = {info.step: info.metrics for info in self._durable.stock.infos()}
         if self._options.best_fn is None or self._options.lightweight_initialize:
             self._metrics = durable
             return
@@ -126,7 +126,7 @@ class MetadataIndex:
 
 def durable_infos(ledger: Ledger, durable: DurableSteps) -> list[StepInfo]:
     """The facts that policies use about the steps of the durable tier, in the order in which they were saved."""
-    known = {step: StepInfo(step, time, metrics) for step, time, metrics in durable.stock.infos()}
+    known = {info.step: StepInfo(info.step, info.time, info.metrics) for info in durable.stock.infos()}
     held = dict.fromkeys(record.step for record in ledger.records() if DURABLE in record.tiers)
     return [known[step] for step in held if step in known]
 

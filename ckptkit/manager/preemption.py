@@ -56,7 +56,7 @@ class LastSaver:
             custom_metadata=custom_metadata,
             start_s=start_s,
         )
-        held = save_items(request.args, default_item=request.default_item)
+        held = save_items(request.args)
         size_bytes = 0 if isinstance(held, str) else self._pipeline.describe(held.trees).held_bytes
         return self._save(request, size_bytes, grace_s)
 

@@ -75,8 +75,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """The content of a request. `held` None: only Orbax can hold all of it. `foreign`: some of its handlers are not
-    plain, so they write the durable step."""
+    """The content of a request. `held` None: only Orbax can hold all of it. `foreign`: Orbax writes the durable step,
+    since a handler is not plain, or the options define how a step is committed."""
 
     held: SaveItems | None
     description: Description | None
@@ -137,11 +137,11 @@ class Saver:
             self._pipeline.slots.hold(_RESTORE_FOLLOWS_S)
         default_item = not isinstance(args, ocp.args.Composite)
         by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
-        abstract = abstract_items(by_name, default_item=default_item)
+        abstract = abstract_items(by_name)
         if abstract is not None and not _all_placed(abstract.trees):
             self._pipeline.slots.prepare(*abstract_slot_bytes(abstract.trees, pinned=self._pinned))
             return
-        captured = abstract or save_items(by_name, default_item=default_item)
+        captured = abstract or save_items(by_name)
         if not isinstance(captured, str):
             description = self._pipeline.describe(captured.trees, chunk_bytes=captured.chunk_bytes)
             transfers_bytes = transfer_bytes(description.extents, pinned=self._pinned)
@@ -295,19 +295,17 @@ class Saver:
         def write_files(name: str, arg: Any) -> FilesSave | None:
             if not self._durable.writes_itself or name in self._no_files:
                 return None
-            handler = handlers[name] if arg is request.args[name] else stock.handler(name, arg)
-            found = written_by(handler, arg, mapped_from=INLINE_BYTES_MAX, home=self._pipeline.directory)
+            found = written_by(handlers[name], arg, mapped_from=INLINE_BYTES_MAX, home=self._pipeline.directory)
             (self._no_files if found is None else as_files).add(name)
             return found
 
         held = save_items(
             request.args,
-            default_item=request.default_item,
             metrics=request.metrics if self._keeps_metrics(request) else None,
             custom_metadata=request.custom_metadata,
             write_files=write_files,
         )
-        foreign = any(
+        foreign = not self._durable.writes_itself or any(
             name not in as_files and not stock.is_plain(handlers[name]) and getattr(arg, "by_handler", True)
             for name, arg in request.args.items()
         )
@@ -316,7 +314,7 @@ class Saver:
             return captured, self._durable_only(request.step, held, due)
         description = self._pipeline.describe(held.trees, held.files, held.chunk_bytes)
         if DURABLE in due and not foreign:
-            refuse_empty_arrays(description, held)
+            refuse_empty_arrays(description, held, request.args)
         return _Captured(held=held, description=description, foreign=foreign), due
 
     def _durable_only(self, step: int, item: str, due: frozenset[str]) -> frozenset[str]:
@@ -364,13 +362,13 @@ def _refuse_unordered(options: Any, metrics: Any) -> None:
         _ = value < value  # as sorting will ask
 
 
-def refuse_empty_arrays(description: Description, items: SaveItems) -> None:
+def refuse_empty_arrays(description: Description, items: SaveItems, args: Mapping[str, Any]) -> None:
     """Orbax's steps cannot hold them: `save` raises this, instead of a failure in the background. An empty file of a
     handler is written as a file."""
     records = [source.record for name in description.items.keys() - items.files for source in description.items[name]]
     refuse_unwritable(records)
     empty = [record.name for record in records if 0 in record.shape]
-    empty += [name for name, arg in items.durable.items() if _is_empty_array(arg)]
+    empty += [name for name, arg in args.items() if _is_empty_array(arg)]
     if empty:
         raise ValueError(f"arrays without elements cannot be saved to the durable tier: {', '.join(sorted(empty))}")
 

@@ -168,7 +168,7 @@ class Flusher:
         self._outcomes.under_way.begin(save_id.step, frozenset({DURABLE}))
 
         def finish_by_orbax(_: int) -> SaveProtocol:
-            yield Do("finish by Orbax", self._tiers.durable.finish_by_orbax)
+            yield Do("finish by Orbax", lambda: self._tiers.durable.finish_by_orbax(save_id))
 
         def finish() -> SaveProtocol:
             durable = self._tiers.durable
@@ -246,7 +246,6 @@ class Flusher:
                 save_id,
                 {**arrays, **save.items.durable},
                 metrics=save.metrics,
-                default_item=save.items.default_item,
                 ancestry=self._ledger.ancestry,
                 custom_metadata=save.items.custom_metadata,
                 check_epoch=lambda: self._claim.check(save_id),
@@ -278,7 +277,7 @@ def array_items(
     for item, sources in description.items.items():
         if item in captured.files:
             files = {leaf.path[1]: box_array(leaf.boxes[0], leaf, memory) for leaf in manifest.arrays[item]}
-            items[item] = FilesSave(files, captured.files[item])  # pyright: ignore[reportCallIssue]
+            items[item] = FilesSave(files=files, handler=captured.files[item])
             continue
         leaves = [
             (leaf, source.holders, {r.box: box_array(r, leaf, memory) for r in leaf.boxes})

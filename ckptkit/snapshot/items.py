@@ -28,8 +28,7 @@ class SaveItems:
 
     trees: Mapping[str, Any]
     inline: Mapping[str, Mapping[str, Any]]
-    durable: Mapping[str, Any]  # Orbax arguments of the inline items, frozen
-    default_item: bool
+    durable: Mapping[str, FilesSave]  # the small items as files
     tree_words: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of `host_tree`, for each tree
     custom_metadata: Mapping[str, Any] | None = None  # the step's
     chunk_bytes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # asked for, by leaf of a tree
@@ -44,7 +43,6 @@ WriteFiles = Callable[[str, Any], FilesSave | None]
 def save_items(
     args: Mapping[str, Any],
     *,
-    default_item: bool,
     metrics: Any = None,
     custom_metadata: Any = None,
     write_files: WriteFiles = lambda name, arg: None,
@@ -56,7 +54,7 @@ def save_items(
     """
     trees: dict[str, Any] = {}
     inline: dict[str, Mapping[str, Any]] = {}
-    durable: dict[str, Any] = {}
+    durable: dict[str, FilesSave] = {}
     tree_words: dict[str, Mapping[str, Any]] = {}
     chunk_bytes: dict[str, tuple[int | None, ...]] = {}
     written: dict[str, str] = {}
@@ -64,7 +62,7 @@ def save_items(
     def take_files(name: str, files: FilesSave) -> None:
         written[name] = files.handler
         if files.is_large:
-            inline[name], _ = captured_files(FilesSave({}, files.handler))  # pyright: ignore[reportCallIssue]
+            inline[name], _ = captured_files(FilesSave(files={}, handler=files.handler))
             trees[name] = file_leaves(files)
         else:
             inline[name], durable[name] = captured_files(files)
@@ -93,13 +91,6 @@ def save_items(
             take_files(name, files)
         else:
             return name
-    if written:  # then the step is our own writer's
-        for name, arg in list(durable.items()):
-            if not isinstance(arg, FilesSave | ocp.args.JsonSave):
-                files = write_files(name, arg)
-                if files is None:
-                    return name
-                durable[name] = files
     if metrics is not None:
         # As JSON gives them back: manifests sort keys, and in those of a caller a number may be next to text.
         inline[METRICS_ITEM] = {"kind": "metrics", "value": json.loads(json.dumps(metrics))}
@@ -107,7 +98,6 @@ def save_items(
         trees=trees,
         inline=inline,
         durable=durable,
-        default_item=default_item,
         tree_words=tree_words,
         custom_metadata=custom_metadata,
         chunk_bytes=chunk_bytes,
@@ -133,7 +123,7 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-def abstract_items(args: Mapping[str, Any], *, default_item: bool) -> SaveItems | None:
+def abstract_items(args: Mapping[str, Any]) -> SaveItems | None:
     """The trees of `args` as they would be stored; None where no leaf is a ShapeDtypeStruct."""
     trees = {name: arg for name, arg in args.items() if isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave)}
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for arg in trees.values() for leaf in jax.tree.leaves(arg.item)):
@@ -155,7 +145,6 @@ def abstract_items(args: Mapping[str, Any], *, default_item: bool) -> SaveItems 
         trees=held,
         inline={},
         durable={},
-        default_item=default_item,
         chunk_bytes={name: wished for name, arg in trees.items() if any(wished := _chunk_bytes(arg))},
     )
 

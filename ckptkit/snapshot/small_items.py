@@ -1,8 +1,8 @@
 """Items that are small enough for a manifest: JSON, data iterators, single arrays, random keys, metrics, and
 the files of other handlers.
 
-`capture` takes the value as it is now, in two forms: plain values for manifests, and arguments for the durable tier
-that no later change of the caller's object reaches. `give_back` makes the item of the plain values again.
+`capture` takes the value as it is now, in two forms: plain values for manifests, and the files that Orbax's handler
+would write for the durable tier. `give_back` makes the item of the plain values again.
 """
 
 from __future__ import annotations
@@ -17,35 +17,47 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.orbax.file_items import FilesSave
+from ckptkit.durable.orbax.array_files import array_files, jax_key_files, numpy_key_files
+from ckptkit.durable.orbax.file_items import FilesSave, handler_name
 from ckptkit.durable.orbax.shardings import sharding_of_text, sharding_text
 from ckptkit.model.manifest import FILES
+from ckptkit.model.paths import JSON_VALUE
 from ckptkit.util.own_context import own_context
 
 INLINE_BYTES_MAX = 16 << 20  # manifests are read whole at every start
 
-Captured = tuple[Mapping[str, Any], Any]  # for manifests; Orbax's arguments
+Captured = tuple[Mapping[str, Any], FilesSave]  # for manifests; for the durable tier
 
 
 @own_context()
 def capture(arg: Any) -> Captured | None:
-    """The small item of a save argument, taken now; None where it is of another kind, or too large."""
+    """The small item of a save argument, taken now; None where it is of another kind, or too large, or of values that
+    zarr cannot hold."""
     if isinstance(arg, ocp.args.JsonSave):
-        value = json.loads(json.dumps(arg.item))
-        return {"kind": "json", "value": value}, ocp.args.JsonSave(value)
+        text = json.dumps(arg.item)
+        return {"kind": "json", "value": json.loads(text)}, _as_files(arg, {JSON_VALUE: text.encode()})
     if is_grain(arg):
         state = _iterator_state(arg.item)
-        return {"kind": "grain", "value": state.decode()}, type(arg)(_FrozenIterator(state))
+        file = f"process_{jax.process_index()}-of-{jax.process_count()}.json"
+        return {"kind": "grain", "value": state.decode()}, _as_files(arg, {file: state})
+    try:
+        return _captured_arrays(arg)
+    except (TypeError, ValueError):  # Orbax reports what it cannot save
+        return None
+
+
+def _captured_arrays(arg: Any) -> Captured | None:
     if isinstance(arg, ocp.args.ArraySave) and arg.save_args is None and _is_held_whole(arg.item):
-        frozen = _frozen(arg.item)
-        return {"kind": "array", "value": _plain(frozen)}, ocp.args.ArraySave(frozen)
+        return {"kind": "array", "value": _plain(arg.item)}, _as_files(arg, array_files(arg.item))
     if isinstance(arg, ocp.args.JaxRandomKeySave) and arg.save_args is None and _is_held_whole(arg.item):
-        frozen = _frozen(arg.item)
-        return {"kind": "jax_key", "value": _plain(frozen)}, ocp.args.JaxRandomKeySave(frozen)
+        return {"kind": "jax_key", "value": _plain(arg.item)}, _as_files(arg, jax_key_files(arg.item))
     if isinstance(arg, ocp.args.NumpyRandomKeySave) and isinstance(arg.item, tuple | dict):
-        frozen = jax.tree.map(_frozen_leaf, arg.item)
-        return {"kind": "numpy_key", "value": _plain_tree(frozen)}, ocp.args.NumpyRandomKeySave(frozen)
+        return {"kind": "numpy_key", "value": _plain_tree(arg.item)}, _as_files(arg, numpy_key_files(arg.item))
     return None
+
+
+def _as_files(arg: Any, files: Mapping[str, bytes]) -> FilesSave:
+    return FilesSave(files=files, handler=handler_name(arg))
 
 
 def captured_files(saved: FilesSave) -> Captured:
@@ -62,17 +74,6 @@ def file_leaves(saved: FilesSave) -> dict[str, dict[str, np.ndarray]]:
 def files_in(stored: Mapping[str, Any]) -> dict[str, bytes]:
     """The files of a stored small item of kind `files`, by their paths; none of those that have leaves."""
     return {name: base64.b64decode(text) for name, text in stored["value"].items()}
-
-
-class _FrozenIterator:
-    """A data iterator's state as it was when the step was saved, in the form that Grain's Orbax handler writes."""
-
-    def __init__(self, state: bytes):
-        self._state = state
-
-    def get_state(self) -> bytes:
-        """The state, encoded."""
-        return self._state
 
 
 def gives_back(kind: str, arg: Any) -> bool:
@@ -131,19 +132,6 @@ def _is_held_whole(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biufc" and value.nbytes <= INLINE_BYTES_MAX
     return isinstance(value, bool | int | float)
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, jax.Array):
-        # The caller may donate its own. One over several processes is copied where it is: a local program on each.
-        if not value.is_fully_addressable:
-            return jnp.copy(value)
-        return jax.device_put(value, value.sharding, may_alias=False)
-    return _frozen_leaf(value)
-
-
-def _frozen_leaf(value: Any) -> Any:
-    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _plain(value: Any) -> Any:

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint._src.path import deleter
 
 import ckptkit
+from ckptkit.durable.commit import DiskAttempt
 
 args: Any = ocp.args
 
@@ -35,8 +37,18 @@ class BreakingPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 @pytest.fixture(autouse=True)
-def nothing_broken() -> None:
+def breaking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit of a step runs into what the test put in its way."""
     Break.errors = {}
+    commit = DiskAttempt.commit
+
+    def broken(self: DiskAttempt) -> None:
+        name = self._where.rpartition("/")[2]
+        if name.isdigit() and Break.errors.get(int(name)):
+            raise Break.errors[int(name)].pop()
+        commit(self)
+
+    monkeypatch.setattr(DiskAttempt, "commit", broken)
 
 
 def state(step: int) -> Any:
@@ -48,7 +60,9 @@ def manager_of(tmp_path: Path, events: list[ckptkit.Event], tiers: bool = False,
     log.observe(events.append)
     return ckptkit.CheckpointManager(
         tmp_path / "durable",
-        options=ocp.CheckpointManagerOptions(temporary_path_class=BreakingPath, max_to_keep=more.pop("keep", None)),
+        options=ocp.CheckpointManagerOptions(
+            temporary_path_class=more.pop("path", None), max_to_keep=more.pop("keep", None)
+        ),
         tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))] if tiers else [],
         host_id="host",
         events=log,
@@ -187,7 +201,7 @@ def test_skipped_save_reports_its_reason(tmp_path: Path) -> None:
 def test_failure_of_a_save_by_orbax_is_reported(tmp_path: Path) -> None:
     """A step that only Orbax writes (text under a name with a slash) would be missing without a message."""
     Break.errors = {1: [full()]}
-    with manager_of(tmp_path, []) as manager:
+    with manager_of(tmp_path, [], path=BreakingPath) as manager:
         for step in range(3):
             assert manager.save(step, args=args.PyTreeSave({"a/b": "text", "w": np.arange(3) + step}))
             if step == 1:
@@ -198,10 +212,29 @@ def test_failure_of_a_save_by_orbax_is_reported(tmp_path: Path) -> None:
         assert manager.restore(2)["a/b"] == "text"
 
 
+def test_steps_that_orbax_writes_are_deleted_by_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax would delete the bytes of a step before its name, also of one that is leased."""
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("Orbax deletes")
+
+    monkeypatch.setattr(deleter.StandardCheckpointDeleter, "delete", refused)
+    with manager_of(tmp_path, [], tiers=True, path=BreakingPath, keep=1) as manager:
+        for step in range(3):
+            assert manager.save(step, args=state(step))
+            manager.wait_until_finished()
+            assert manager._durable.steps() == [step]
+            assert list(manager._durable.stock.known()) == [step]
+        assert manager._durable.save_id(2) is not None
+        assert "ram" in next(record.tiers for record in manager.steps() if record.step == 2)
+    with ocp.CheckpointManager(tmp_path / "durable") as stock:
+        np.testing.assert_array_equal(stock.restore(2)["w"], np.arange(3) + 2)
+
+
 def test_a_synchronous_save_raises_what_failed(tmp_path: Path) -> None:
     """With `enable_async_checkpointing=False` a script counts on the step when `save` returns."""
     Break.errors = {0: [full()]}
-    options = ocp.CheckpointManagerOptions(temporary_path_class=BreakingPath, enable_async_checkpointing=False)
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     with ckptkit.CheckpointManager(tmp_path, options=options) as manager:
         with pytest.raises(ckptkit.SaveFailedError):
             manager.save(0, args=state(0))

@@ -267,8 +267,7 @@ def test_multiprocessing_options_separate_barriers(job: Callable[[], Job]) -> No
         with job().manager(**options) as manager:
             manager.save(0, args=args.StandardSave({"w": np.arange(3)}))
             manager.wait_until_finished()
-            for inner in (manager._durable.stock.orbax, manager._durable._own_writer()):
-                assert inner._multiprocessing_options.barrier_sync_key_prefix == prefix
+            assert manager._durable.stock.orbax._multiprocessing_options.barrier_sync_key_prefix == prefix
 
 
 def test_file_options_set_permissions(job: Callable[[], Job]) -> None:

@@ -169,7 +169,7 @@ def test_field_that_only_orbax_obeys_is_left_to_orbax(field: str) -> None:
     given = (ITEM_RULES | LEAF_RULES)[field]
     kind = field.partition(".")[0]
     if kind.endswith("Save"):
-        assert save_items({"item": given}, default_item=False) == "item"
+        assert save_items({"item": given}) == "item"
     elif kind in KINDS:
         assert not gives_back(KINDS[kind], given)
     else:

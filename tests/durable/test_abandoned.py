@@ -68,13 +68,13 @@ class Stopped:
     def __init__(self, root: str, epoch: int, step: int, point: str, monkeypatch: pytest.MonkeyPatch):
         self._reached, self._goes_on = threading.Event(), threading.Event()
         self.raised: BaseException | None = None
-        items = {"default": HostTreeSave({"w": np.full(3000, -1.0, np.float32)})}  # pyright: ignore[reportCallIssue]
+        items = {"default": HostTreeSave({"w": np.full(3000, -1.0, np.float32)})}
         writer = StepWriter(root, make_coordinator(), DurableProfile())
         original = getattr(StepWriter, point)
 
         def stops(self_: Any, *args: Any) -> None:
             if self_ is writer:
-                if point == "_write_part":  # its intent is there
+                if point == "_write_at":  # its intent is there
                     args[3]()
                 self._reached.set()
                 assert self._goes_on.wait(120)
@@ -85,7 +85,7 @@ class Stopped:
         def run() -> None:
             try:
                 save_id = SaveId(epoch, step, 0)
-                writer.write(str(step), save_id, items, {"default": "handler"}, identity_metadata(save_id))
+                writer.write(str(step), save_id, items, identity_metadata(save_id))
             except BaseException as error:  # noqa: BLE001  looked at by the test
                 self.raised = error
 
@@ -122,7 +122,7 @@ def _target_of(descriptor: str) -> str:
         return ""
 
 
-@pytest.mark.parametrize("point", ["_write_part", "_finish"], ids=["before its data", "before its mark"])
+@pytest.mark.parametrize("point", ["_write_at", "_finish"], ids=["before its data", "before its mark"])
 @pytest.mark.parametrize(
     "step",
     [5, pytest.param(3, marks=pytest.mark.long)],
@@ -172,14 +172,14 @@ def test_cleanup_skips_a_save_in_progress(root: str, monkeypatch: pytest.MonkeyP
 def test_older_run_cannot_replace_an_attempt_of_a_later_run(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs would write one step in a bucket; on a disk each has a place of its own, and the first commits."""
     stopped = Stopped(root, 2, 3, "_finish", monkeypatch)
-    items = {"default": HostTreeSave({"w": np.zeros(3000, np.float32)})}  # pyright: ignore[reportCallIssue]
+    items = {"default": HostTreeSave({"w": np.zeros(3000, np.float32)})}
     older = StepWriter(root, make_coordinator(), DurableProfile())
     if not properties_of(root).atomic_rename:
         with pytest.raises(CheckpointError, match="a later run than epoch 1"):
-            older.write("3", SaveId(1, 3, 0), items, {"default": "handler"}, {})
+            older.write("3", SaveId(1, 3, 0), items, {})
         assert stopped.go_on() is None
     else:
-        older.write("3", SaveId(1, 3, 0), items, {"default": "handler"}, {})
+        older.write("3", SaveId(1, 3, 0), items, {})
         assert isinstance(stopped.go_on(), ckptkit.StepAlreadyExistsError)
         assert left_behind(open_store(root), [3]) == []
 

@@ -13,13 +13,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from orbax.checkpoint._src.path import deleter
 
 import ckptkit
 from ckptkit.durable import prune
 from ckptkit.durable.abandoned import clean_left
 from ckptkit.durable.lifecycle import delete, leases
+from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.orbax.preservation import BranchPreservation
+from ckptkit.durable.steps import DurableSteps
+from ckptkit.job.coordination import LocalCoordinator
 from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId
 from ckptkit.store import MemoryStore, open_store
 from ckptkit.testing import FaultyStore, StoreCrash, StoreFault
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
@@ -80,7 +86,7 @@ def test_abandoned_number_is_reusable_with_background_deletion(tmp_path: Path, m
 
 
 def test_failed_background_deletion_fails_the_reusing_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save would wait without an end for Orbax's thread, which ends at the first error."""
+    """A save would be written over a step that is there."""
 
     def refused(where: str) -> str:
         raise PermissionError(where)
@@ -93,30 +99,34 @@ def test_failed_background_deletion_fails_the_reusing_save(tmp_path: Path, monke
     with pytest.raises(ckptkit.SaveFailedError, match="step 2 was not committed to tier durable: PermissionError"):
         save(manager, 2, 20)
     monkeypatch.undo()
-    with pytest.raises(PermissionError):  # Orbax's, of its thread
-        manager.close()
+    manager.close()
     with make_manager(tmp_path) as manager:
         assert restored(manager) == 1
 
 
-def test_deletion_is_agreed_even_if_nothing_is_due_here() -> None:
+def test_deletion_is_agreed_even_if_nothing_is_due_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If its own clock deletes nothing, it would miss the barrier, and the others would wait for it."""
-    options = ocp.CheckpointManagerOptions(keep_time_interval=datetime.timedelta(hours=1), max_to_keep=1)
-    asked: list[list[int]] = []
+    asked: list[str] = []
 
-    def going(doomed: list[int]) -> frozenset[int]:
-        asked.append(doomed)
-        return frozenset({2})
+    agree = LocalCoordinator.agree
 
-    first = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-    times = {step: first + datetime.timedelta(hours=step) for step in (1, 2, 3)}
-    steps = [SimpleNamespace(step=step, time=time, metrics=None) for step, time in times.items()]
-    assert BranchPreservation(options, going, lambda step: step).should_preserve(steps, context=None) == [
-        True,
-        False,
-        True,
-    ]
-    assert asked == [[]]
+    def noted(self: LocalCoordinator, channel: str, *args: Any, **words: Any) -> Any:
+        asked.append(channel)
+        return agree(self, channel, *args, **words)
+
+    monkeypatch.setattr(LocalCoordinator, "agree", noted)
+    options = ocp.CheckpointManagerOptions(keep_time_interval=datetime.timedelta(hours=1), max_to_keep=5)
+    durable = DurableSteps(str(tmp_path), options, LocalCoordinator())
+    durable.save(SaveId(1, 1, 1), {"state": HostTreeSave({"w": np.ones(2)})}, metrics=None, ancestry=Ancestry())
+    durable.close()
+    assert asked[-1] == "leases"
+
+
+def test_steps_of_an_abandoned_branch_are_not_kept() -> None:
+    """They would push good steps out of `max_to_keep`."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    steps = [SimpleNamespace(step=step, time=None, metrics=None) for step in (1, 2, 3, 4)]
+    assert BranchPreservation(options, lambda step: step).doomed(steps, {3, 4}) == [3, 4]
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["in place", "background"])
@@ -125,16 +135,14 @@ def test_crashed_deletion_leaves_no_step(tmp_path: Path, monkeypatch: pytest.Mon
     """`latest_step` would name a step that is half gone, at every restart."""
     removed: list[str] = []
 
-    def died(path: epath.Path, *_: Any, **__: Any) -> None:
+    def died(self: Any, path: epath.Path, *_: Any, **__: Any) -> None:
         removed.append(path.name)
         raise Died
 
     with make_manager(tmp_path, enable_background_delete=background) as manager:
         save(manager, 1, 1)
         save(manager, 2, 2)
-        inner: Any = manager._durable.stock.orbax._checkpoint_deleter
-        inner = getattr(inner, "_standard_deleter", inner)
-        monkeypatch.setattr(inner._path_deleter, "delete", died)
+        monkeypatch.setattr(deleter.PathDeleter, "delete", died)
         try:
             manager.delete(2)
             manager.close()

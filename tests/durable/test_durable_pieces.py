@@ -160,8 +160,8 @@ def test_all_processes_use_the_profile_of_process_0(tmp_path: Path) -> None:
 
     writer = StepWriter(str(tmp_path), ProcessZeroEncodes(), DurableProfile())  # pyright: ignore[reportArgumentType]
     leaf = np.arange(4096) % 5
-    items = {"default": HostTreeSave({"w": leaf})}  # pyright: ignore[reportCallIssue]
-    writer.write("1", SaveId(1, 1, 0), items, {"default": "handler"}, {})
+    items = {"default": HostTreeSave({"w": leaf})}
+    writer.write("1", SaveId(1, 1, 0), items, {})
     assert sum(path.stat().st_size for path in tmp_path.glob("1/*/d/*")) < leaf.nbytes / 3
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{tmp_path}/1/default/", "path": "w/"}}
     assert np.array_equal(ts.open(spec, open=True).result().read().result(), leaf)

@@ -16,6 +16,7 @@ from ckptkit.durable import sidecars
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.durable.sidecars import join_sidecars, split_sidecars
+from ckptkit.durable.write_part import PartWriter
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
@@ -50,8 +51,8 @@ def _items(process: int, save_id: SaveId) -> dict[str, Any]:
     )
     writer = Writer(process=process, count=_COUNT, host=f"h{process}")
     text = Manifest(save_id=save_id, writer=writer, slot="", arrays={"state": (leaf,)}, inline={}).to_bytes()
-    shards = {"w": HostShards(record=leaf, blocks=[(box, block)], sidecar=text, on_written=lambda: None)}
-    return {"state": HostTreeSave(shards, sidecar=text)}  # pyright: ignore[reportCallIssue]
+    shards = {"w": HostShards(record=leaf, blocks=[(box, block)])}
+    return {"state": HostTreeSave(shards, sidecar=text)}
 
 
 def _write(url: str, save_id: SaveId = _SAVE) -> None:
@@ -61,7 +62,7 @@ def _write(url: str, save_id: SaveId = _SAVE) -> None:
     def run(process: int) -> None:
         try:
             writer = StepWriter(url, meeting.of(process), DurableProfile())
-            writer.write(str(save_id.step), save_id, _items(process, save_id), {"state": "h"}, {})
+            writer.write(str(save_id.step), save_id, _items(process, save_id), {})
         except BaseException as error:  # noqa: BLE001  looked at below
             raised.append(error)
 
@@ -125,15 +126,15 @@ def test_step_on_a_disk_has_a_joined_record_too(tmp_path: Path) -> None:
 
 def test_root_that_is_another_disk_on_another_host_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step would be committed without the parts of the other hosts; or the error would name a file, and no cause."""
-    write_part = StepWriter._write_part
+    write_part = PartWriter.write
 
-    def part(self: StepWriter, *args: Any) -> None:
+    def part(self: PartWriter, *args: Any) -> None:
         write_part(self, *args)
-        if self._coordinator.process == 2:  # the host of process 0 does not see what this one has written
+        if self._process == 2:  # the host of process 0 does not see what this one has written
             for sidecar in tmp_path.rglob("process-2.json"):
                 sidecar.unlink()
 
-    monkeypatch.setattr(StepWriter, "_write_part", part)
+    monkeypatch.setattr(PartWriter, "write", part)
     with pytest.raises(
         ckptkit.CheckpointError, match=r"process 2 has written .* a durable root that every process sees"
     ):

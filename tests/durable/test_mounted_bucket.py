@@ -157,11 +157,10 @@ def write_step(root: Path, step: int, epoch: int) -> None:
     """One save of a run of this epoch, after what earlier ones have left is removed."""
     clean_left(open_store(root), epoch, shutil.rmtree)
     value = np.full(3000, float(step), np.float32)
-    items = {"default": HostTreeSave({"w": value, "b": value[:3]})}  # pyright: ignore[reportCallIssue]
+    items = {"default": HostTreeSave({"w": value, "b": value[:3]}, handler=ocp.StandardCheckpointHandler.typestr())}
     save_id = SaveId(epoch, step, 0)
-    handlers = {"default": "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"}
     writer = StepWriter(str(root), make_coordinator(), DurableProfile())
-    writer.write(str(step), save_id, items, handlers, identity_metadata(save_id))()
+    writer.write(str(step), save_id, items, identity_metadata(save_id))()
 
 
 def read_step(root: Path, step: int) -> float:

@@ -180,8 +180,8 @@ class Alone:
 def save(root: str, profile: DurableProfile) -> None:
     """Step 1, in several pieces."""
     writer = StepWriter(root, Alone(), profile)  # pyright: ignore[reportArgumentType]
-    items = {"default": HostTreeSave(LEAVES)}  # pyright: ignore[reportCallIssue]
-    writer.write("1", SaveId(1, 1, 0), items, {"default": "handler"}, {})
+    items = {"default": HostTreeSave(LEAVES)}
+    writer.write("1", SaveId(1, 1, 0), items, {})
 
 
 def test_hanging_piece_fails_the_save(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,14 +156,14 @@ def test_each_of_several_processes_shares_its_part(tmp_path: Path) -> None:
                 cell=(100, 1000),
                 boxes=(BoxRecord(box=box, offset=-1, digests=cells),),
             )
-            shards[name] = HostShards(record=record, blocks=[(box, block)], sidecar=b"", on_written=lambda: None)
-        return {"state": HostTreeSave(shards)}  # pyright: ignore[reportCallIssue]
+            shards[name] = HostShards(record=record, blocks=[(box, block)])
+        return {"state": HostTreeSave(shards)}
 
     def run(process: int) -> None:
         try:
             writer = StepWriter(str(tmp_path), meeting.of(process), DurableProfile(copied_bytes=1))
             for step in range(4):
-                writer.write(str(step), SaveId(1, step, step), items(process, step), {"state": "h"}, {})
+                writer.write(str(step), SaveId(1, step, step), items(process, step), {})
         except BaseException as error:  # noqa: BLE001  looked at below
             raised.append(error)
 

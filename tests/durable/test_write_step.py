@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckptkit.durable.orbax.host_shards import HostTreeSave
+from ckptkit.durable.write_part import PartWriter
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import TransientStoreError
 from ckptkit.model.durable_profile import DurableProfile
@@ -71,20 +72,20 @@ def test_failed_part_fails_the_step_on_every_process(
 ) -> None:
     """A reader that took the step for committed would prune the older one, and lose both."""
     meeting, raised = Meeting(), dict[int, BaseException | None]()
-    items = {"state": HostTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
-    write_part = StepWriter._write_part
+    items = {"state": HostTreeSave({"w": np.arange(8.0)})}
+    write_part = PartWriter.write
 
-    def part(self: StepWriter, *args: Any) -> None:
-        if self._coordinator.process == broken:
+    def part(self: PartWriter, *args: Any) -> None:
+        if self._process == broken:
             raise PermissionError("no room at the inn")
         write_part(self, *args)
 
-    monkeypatch.setattr(StepWriter, "_write_part", part)
+    monkeypatch.setattr(PartWriter, "write", part)
 
     def run(process: int) -> None:
         writer = StepWriter(str(tmp_path), meeting.of(process), DurableProfile())
         try:
-            writer.write("7", SaveId(1, 7, 0), items, {"state": "h"}, {})
+            writer.write("7", SaveId(1, 7, 0), items, {})
             raised[process] = None
         except BaseException as error:  # noqa: BLE001  looked at below
             raised[process] = error
@@ -107,27 +108,27 @@ def test_job_of_many_processes_has_few_writers_at_a_time(
 ) -> None:
     """A thousand hosts that write at the same time get 429 from the bucket, and their saves fail."""
     meeting, lock, at_once, seen = Meeting(5), threading.Lock(), 0, list[int]()
-    items = {"state": HostTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
+    items = {"state": HostTreeSave({"w": np.arange(8.0)})}
     together = threading.Barrier(expected, timeout=60)
-    write_part = StepWriter._write_part
+    write_part = PartWriter.write
 
-    def part(self: StepWriter, *args: Any) -> None:
+    def part(self: PartWriter, *args: Any) -> None:
         nonlocal at_once
         with lock:
             at_once += 1
             seen.append(at_once)
-        if self._coordinator.process < 5 - 5 % expected:
+        if self._process < 5 - 5 % expected:
             together.wait()  # as many as may write do write at the same time
         write_part(self, *args)
         with lock:
             at_once -= 1
 
-    monkeypatch.setattr(StepWriter, "_write_part", part)
+    monkeypatch.setattr(PartWriter, "write", part)
     profile = DurableProfile(job_write_concurrency=writes).for_one_of(5)
 
     def run(process: int) -> None:
         writer = StepWriter(str(tmp_path), meeting.of(process), profile)
-        writer.write("7", SaveId(1, 7, 0), items, {"state": "h"}, {})
+        writer.write("7", SaveId(1, 7, 0), items, {})
 
     threads = [threading.Thread(target=run, args=(process,)) for process in range(5)]
     for thread in threads:

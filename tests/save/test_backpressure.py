@@ -382,7 +382,6 @@ def _items() -> Any:
 
     items = save_items(
         {"default": ocp.args.StandardSave({**STATE, "step": 0})},  # pyright: ignore[reportCallIssue]
-        default_item=True,
     )
     assert not isinstance(items, str)
     return items

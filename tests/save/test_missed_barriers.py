@@ -31,10 +31,8 @@ def test_failed_listing_on_one_process_fails_only_one_save(tmp_path: Path, monke
         durables[coordinator.process] = DurableSteps(str(tmp_path), options, coordinator)
 
     def save(coordinator: Any, step: int) -> None:
-        items: Any = {"state": HostTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
-        durables[coordinator.process].save(
-            SaveId(1, step, step), items, metrics=None, default_item=False, ancestry=Ancestry()
-        )
+        items: Any = {"state": HostTreeSave({"w": np.arange(8.0)})}
+        durables[coordinator.process].save(SaveId(1, step, step), items, metrics=None, ancestry=Ancestry())
 
     assert job.all(make) == [None, None]
 
@@ -49,7 +47,7 @@ def test_failed_listing_on_one_process_fails_only_one_save(tmp_path: Path, monke
         return get(key, timeout_ms)
 
     with monkeypatch.context() as patched:
-        patched.setattr(durables[1]._views, "fresh", away)
+        patched.setattr(durables[1].stock, "known", away)
         patched.setattr(job.service, "blocking_key_value_get", in_vain)
         first = job.all(lambda c: save(c, 1))
     assert [type(error) for error in first] == [CoordinationError, TransientStoreError]

@@ -46,7 +46,7 @@ from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import copy, plan_copy, sign
 from ckptkit.upkeep.signatures import TrustedKey
 from ckptkit.upkeep.signing import check_signature
-from tests.durable.test_split_leaf import HANDLER, make_tree
+from tests.durable.test_split_leaf import make_tree
 from tests.durable.test_write_step import Meeting
 from tests.manager.test_handler_items import StorySave
 
@@ -463,7 +463,7 @@ def test_step_of_two_processes_is_signed_whole(tmp_path: Path, keys: Keys, monke
 
     def write_part(process: int) -> None:
         writer = StepWriter(str(tmp_path / "run"), meeting.of(process), DurableProfile())
-        writer.write("5", SaveId(1, 5, 0), {"default": trees[process]}, {"default": HANDLER}, {})
+        writer.write("5", SaveId(1, 5, 0), {"default": trees[process]}, {})
 
     threads = [threading.Thread(target=write_part, args=(process,)) for process in (0, 1)]
     for thread in threads:

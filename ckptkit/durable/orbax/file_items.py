@@ -27,9 +27,9 @@ _MEMORY = "/dev/shm"  # a file of a small item takes no turn of a disk
 _UNMERGED = "ocdbt.process_"  # begins the name of what a process writes of arrays, until process 0 merges it
 
 
-@dataclass
-class FilesSave(ocp.args.CheckpointArgs):
-    """The files of an item by their paths below it, as `handler` has written them on this process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesSave:
+    """The files of an item by their paths below it, as `handler` writes them on this process."""
 
     files: Mapping[str, Any]  # bytes, or flat arrays of them
     handler: str  # its name, for the step's metadata
@@ -64,7 +64,12 @@ def written_by(handler: Any, arg: Any, *, mapped_from: int, home: Path | None = 
             return None
         take = _mapped if sum(map(os.path.getsize, written)) >= mapped_from else _read
         found = {os.path.relpath(path, place): take(path) for path in written}
-        return FilesSave(found, handler.typestr())  # pyright: ignore[reportCallIssue]
+        return FilesSave(files=found, handler=handler.typestr())
+
+
+def handler_name(arg: Any) -> str:
+    """Orbax's handler for a kind of save argument, as the metadata of a step names it."""
+    return checkpoint_args.get_registered_handler_cls(arg).typestr()
 
 
 def needs_one_directory(handler: Any, arg: Any) -> bool:

@@ -35,17 +35,18 @@ _TYPES = {
 }
 
 
-def tree_text(tree: Any, custom_metadata: Any = None) -> str:
-    """`_METADATA` of a tree whose leaves are `HostShards`, NumPy arrays, numbers and text.
+def tree_text(tree: Any, custom_metadata: Any = None, *, ocdbt: bool = True) -> str:
+    """`_METADATA` of a tree whose leaves are `HostShards`, NumPy arrays, numbers and text; `ocdbt`: they are stored in
+    one database, and not in a directory each.
 
     The text for a structure is remembered: a training loop saves the same one again and again.
     """
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     kinds = tuple(_Kind(_typestr(leaf), leaf.record.cell if isinstance(leaf, HostShards) else None) for leaf in leaves)
     try:
-        return _tree_text(treedef, kinds, json.dumps(custom_metadata))
+        return _tree_text(treedef, kinds, json.dumps(custom_metadata), ocdbt)
     except (TypeError, ValueError):  # a node's own data that has no hash, or cannot be compared
-        return _tree_text.__wrapped__(treedef, kinds, json.dumps(custom_metadata))
+        return _tree_text.__wrapped__(treedef, kinds, json.dumps(custom_metadata), ocdbt)
 
 
 class _Kind(NamedTuple):
@@ -56,7 +57,7 @@ class _Kind(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _tree_text(treedef: Any, kinds: tuple[_Kind, ...], custom_metadata: str) -> str:
+def _tree_text(treedef: Any, kinds: tuple[_Kind, ...], custom_metadata: str, ocdbt: bool) -> str:
     numbers = jax.tree_util.tree_unflatten(treedef, range(len(kinds)))  # a leaf is the place of its kind
     entries = []
     for keypath, value in jax.tree_util.tree_flatten_with_path(numbers, is_leaf=tree_utils.is_empty_or_leaf)[0]:
@@ -70,7 +71,7 @@ def _tree_text(treedef: Any, kinds: tuple[_Kind, ...], custom_metadata: str) -> 
         entries.append(orbax_tree.InternalTreeMetadataEntry(names, orbax_tree.KeyMetadataEntry.build(keypath), entry))
     metadata = orbax_tree.InternalTreeMetadata(
         tree_metadata_entries=entries,
-        use_ocdbt=True,
+        use_ocdbt=ocdbt,
         use_zarr3=False,
         custom_metadata=json.loads(custom_metadata),
         store_array_data_equal_to_fill_value=True,

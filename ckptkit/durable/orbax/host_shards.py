@@ -1,4 +1,4 @@
-"""This process's part of an array item: leaves in host memory, as save arguments for Orbax."""
+"""This process's part of an array item: leaves in host memory, as the writer of steps takes them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,11 @@ from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest
 class HostShards:
     """The boxes of one leaf that this process writes: disjoint over all processes, whole cells each.
 
-    `blocks` are views of host memory that must not change until the save has finished. `sidecar` is this process's
-    record of the whole item. `on_written` is called once its bytes are written, before Orbax commits the item. Every
-    leaf of an item has the same two objects.
+    `blocks` are views of host memory that must not change until the save has finished.
     """
 
     record: LeafRecord
     blocks: list[tuple[Box, np.ndarray]]
-    sidecar: bytes
-    on_written: Callable[[], None]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this process writes of the leaf."""
-        return sum(block.nbytes for _, block in self.blocks)
 
 
 def shards_of(tree: Any) -> list[HostShards]:
@@ -41,26 +32,18 @@ def shards_of(tree: Any) -> list[HostShards]:
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, HostShards)]
 
 
-@dataclass
-class HostTreeSave(ocp.args.PyTreeSave):
+@dataclass(frozen=True, slots=True)
+class HostTreeSave:
     """A tree of host memory. `sidecar` is what this process records of the whole item; `on_written` is called once the
     item's bytes are written, and before the step is committed. Every process has to give the same `of_one_process`."""
 
+    item: Any
+    handler: str = ocp.PyTreeCheckpointHandler.typestr()  # of Orbax, that reads the item
+    custom_metadata: Any = None
     sidecar: bytes | None = None
     on_written: Callable[[], None] = lambda: None
-    data_file_bytes: int | None = (
-        None  # instead of `DurableProfile.data_file_bytes`; Orbax writes files of its own size
-    )
+    data_file_bytes: int | None = None  # instead of `DurableProfile.data_file_bytes`
     of_one_process: tuple[tuple[str, int], ...] = ()  # jax leaves that one process alone holds, with that process
-
-
-class StandardTreeSave(HostTreeSave):
-    """A tree that the caller saved with `StandardSave`, as recorded in the step's metadata."""
-
-
-def has_sidecar(args: Any) -> bool:
-    """Whether a sidecar is written with an item."""
-    return getattr(args, "sidecar", None) is not None
 
 
 def host_tree(
@@ -98,22 +81,21 @@ def host_tree(
         HostShards(
             record=leaf,
             blocks=[(part, blocks[box.box][part.slices(box.box.start)]) for box, part in parts if part.size],
-            sidecar=sidecar,
-            on_written=on_written,
         )
         if leaf.kind == "jax"
         else _plain_value(leaf, next(iter(blocks.values())))
         for leaf, parts, (_, _, blocks) in zip(written, mine, leaves, strict=True)
     ]
-    kind = StandardTreeSave if standard else HostTreeSave
+    kind = ocp.StandardCheckpointHandler if standard else ocp.PyTreeCheckpointHandler
     tree = with_plain_text(jax.tree_util.tree_unflatten(treedef, values))
     alone = tuple(
         (leaf.name, next(iter(who))[0])
         for leaf, holders, _ in leaves
         if leaf.kind == "jax" and len(who := set(holders.values())) == 1 and len(next(iter(who))) == 1
     )
-    return kind(  # pyright: ignore[reportCallIssue]
+    return HostTreeSave(
         tree,
+        handler=kind.typestr(),
         custom_metadata=custom_metadata,
         sidecar=sidecar,
         on_written=on_written,

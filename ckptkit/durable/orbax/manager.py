@@ -5,11 +5,10 @@ The private names of Orbax that the drop-in needs are used here and nowhere else
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, final
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,7 +20,6 @@ from orbax.checkpoint._src.metadata import tree as orbax_tree
 from orbax.checkpoint._src.path import deleter
 from orbax.checkpoint.checkpoint_manager import CheckpointManager as OrbaxManager  # `patch_orbax` replaces `ocp`'s
 
-from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.listing import StepListing, committed_steps
 from ckptkit.durable.orbax.v1_args import carry_handlers
 from ckptkit.store.backends import properties_of
@@ -69,7 +67,6 @@ METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
 _KEY_HANDLERS = (ocp.handlers.JaxRandomKeyCheckpointHandler, ocp.handlers.NumpyRandomKeyCheckpointHandler)
 _TREE_LAYOUT = ("_use_ocdbt", "_use_zarr3", "_type_handler_registry", "_primary_host", "_pytree_metadata_options")
 _TREE_KINDS = {"StandardCheckpointHandler": ocp.args.StandardRestore, "PyTreeCheckpointHandler": ocp.args.PyTreeRestore}
-_LOOK_S = 0.2  # how often a wait looks whether the other side lives
 _NAMING = ("_filename", "_checkpoint_name", "_key_name")  # the settings of the small handlers
 
 
@@ -107,57 +104,6 @@ def refuse_part_of_job(options: ocp.CheckpointManagerOptions, count: int) -> Non
             "them make the manager, save and restore together. Leave it out, and keep what some processes alone save "
             "in a manager of stock Orbax"
         )
-
-
-def delete_mark_first(manager: ocp.CheckpointManager) -> None:
-    """Makes a manager take the mark of a commit away before the bytes, where it deletes a step for good.
-
-    Orbax removes a directory file by file, and a run that dies meanwhile leaves what looks like a committed step.
-    """
-    inner: Any = manager._checkpoint_deleter
-    inner = getattr(inner, "_standard_deleter", inner)  # the one that deletes in the background holds another
-    delete, delete_for_good = inner.delete, inner._delete_step_permanently
-
-    def mark_first(step: int, path: Any) -> None:
-        remove_step(str(path), lambda place: delete_for_good(step, epath.Path(place)))
-
-    def delete_or_say(step: int) -> None:
-        if isinstance(step, _Behind):
-            step.reached.set()
-        else:
-            delete(step)
-
-    inner._delete_step_permanently, inner.delete = mark_first, delete_or_say
-
-
-class _Behind(int):
-    """Follows the steps in the queue of the deleting thread, and signals that its turn has come."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-
-
-def delete_at_once(manager: ocp.CheckpointManager, step: int) -> None:
-    """Deletes a step on process 0, and returns after the deletion, even if the options leave it to a thread: its number
-    will be saved again, and that thread uses numbers.
-
-    Uses no barrier, and leaves the step in the books (`forget`). Raises the errors of the deletion; Orbax's thread
-    makes no more deletions after that.
-    """
-    deletes: Any = manager._checkpoint_deleter
-    deletes.delete(step)
-    if not hasattr(deletes, "_standard_deleter"):
-        return
-    behind = _Behind()
-    deletes.delete(behind)
-    while not behind.reached.wait(_LOOK_S):
-        if not deletes._delete_thread.is_alive():
-            raise deletes._exception or RuntimeError("Orbax's thread that deletes steps has ended")
-
-
-def forget(manager: ocp.CheckpointManager, step: int) -> None:
-    """Removes a step from a manager's books after it was deleted without the manager."""
-    manager._checkpoints.delete_if(lambda info: info.step == step)
 
 
 def step_names(options: ocp.CheckpointManagerOptions) -> Any:
@@ -240,8 +186,8 @@ class StockManager:
             logger=QuietLogger(),
         )
         carry_handlers(self.orbax)
-        delete_mark_first(self.orbax)
         strike_foreign(self.orbax)
+        self._stale = False  # the books: a look after a failed save failed too
         self.unmanaged: set[int] = set()  # in a bucket: what has a mark, and was found to be no step of a manager
 
     @property
@@ -318,34 +264,56 @@ class StockManager:
             return {step: below for step, below in found.items() if step not in self.unmanaged}
         return dict.fromkeys(sorted({found.step for found in names.find_all(root)})) if root.exists() else {}
 
+    def look(self) -> None:
+        """Has Orbax's books list the steps as the storage has them: in the order of their numbers. Raises what Orbax
+        raises."""
+        look_afresh(self.orbax)
+        self._stale = False
+
     def look_again(self) -> None:
-        """After a save of ours that failed, and whose step may be there all the same: has Orbax's manager look for its
-        steps where the storage has others than it knows. Cost: a listing under our limits of time, where Orbax's own
-        have none. Raises `StoreError`, and what Orbax raises."""
-        forget_listings(root_url(str(self.orbax.directory)))
-        if list(self.listed()) != sorted(self.orbax.all_steps()):
-            look_afresh(self.orbax)
+        """After a save that failed: its step may be there all the same, and Orbax forgets others that are (FACTS 5).
+
+        If looking fails too, it is left to the next save: the raised error must show why the save failed, and decides
+        about a retry. A process that raises before a barrier would leave the others waiting. Cost: a listing under our
+        limits of time, where Orbax's own have none.
+        """
+        self._stale = True
+        with suppress(Exception):  # the storage is why the save failed
+            forget_listings(root_url(str(self.orbax.directory)))
+            if list(self.listed()) != sorted(self.orbax.all_steps()):
+                look_afresh(self.orbax)
+            self._stale = False
+
+    def known(self) -> list[int]:
+        """The steps in Orbax's books, after another look where the last one failed. Raises nothing."""
+        if self._stale:
+            self.look_again()
+        return list(self.orbax.all_steps())
 
     def name(self, step: int) -> str:
         """The name of the directory in which a step is written."""
         return self.orbax._get_write_step_directory(step, self.orbax.directory).name
+
+    def found_name(self, step: int) -> str:
+        """The name of the directory of a step: a name format of the caller's own may know several."""
+        if has_standard_names(self.orbax):
+            return self.name(step)
+        with suppress(ValueError):  # no step of any of its names
+            return self.path(step).name
+        return self.name(step)
 
     @property
     def stored_metrics(self) -> bool:
         """Whether a step's metrics are an item of it."""
         return bool(self.orbax._track_best and not self.orbax._options.prevent_write_metrics)
 
-    def add(self, step: int, metrics: Any) -> list[int]:
-        """Books a step that was committed without Orbax; returns those that the policies do not keep any more."""
-        self.orbax._checkpoints.delete_if(lambda info: info.step in self.unmanaged)
+    def add(self, step: int, metrics: Any) -> None:
+        """Books a step that was committed without Orbax."""
         self.orbax._add_checkpoint_info(step, metrics)
-        doomed = self.orbax._get_old_steps_to_remove()
-        self.orbax._checkpoints.delete_if(lambda info: info.step in doomed)
-        return doomed
 
-    def delete_as_asked(self, steps: Sequence[int]) -> None:
-        """Deletes steps by the options (`todelete_subdir`, `todelete_full_path`)."""
-        self.orbax._checkpoint_deleter.delete_steps(steps)
+    def forget(self, steps: Collection[int]) -> None:
+        """Removes steps from the books: they are deleted, or are about to be."""
+        self.orbax._checkpoints.delete_if(lambda info: info.step in steps)
 
     def path(self, step: int) -> Any:
         """The directory of a step, under whichever of its names it has."""
@@ -356,9 +324,9 @@ class StockManager:
         self.orbax._checkpointer = other.orbax._checkpointer
         self.orbax._default_item = other.orbax._default_item
 
-    def infos(self) -> list[tuple[int, Any, Any]]:
-        """Step, commit time and metrics of each step that is known, in Orbax's order."""
-        return [(info.step, info.time, info.metrics) for info in self.orbax._checkpoints]
+    def infos(self) -> list[Any]:
+        """`CheckpointInfo` (step, time, metrics) of each step that is known, in Orbax's order."""
+        return list(self.orbax._checkpoints)
 
     def settle(self) -> None:
         """Waits for a save in flight, without raising: its failure was reported where it was waited for."""
@@ -395,6 +363,21 @@ def delete_directory(path: str, options: ocp.CheckpointManagerOptions) -> None:
     deleter.PathDeleter(target.parent, num_threads=options.num_deletion_threads).delete(target)
 
 
+def put_aside(step: int, url: str, options: ocp.CheckpointManagerOptions) -> bool:
+    """Renames a step as `todelete_subdir` or `todelete_full_path` ask; False where it is to be deleted. Raises what
+    Orbax raises."""
+    bucket = properties_of(url).known_to_orbax and not properties_of(url).file_system
+    if options.todelete_full_path is None and (options.todelete_subdir is None or bucket):
+        return False
+    deleter.StandardCheckpointDeleter(
+        epath.Path(url),
+        name_format=step_names(options),
+        todelete_subdir=options.todelete_subdir,
+        todelete_full_path=options.todelete_full_path,
+    ).delete(step)
+    return True
+
+
 def step_metadata(**known: Any) -> Any:
     """Orbax's record of what is known of a step."""
     return checkpoint_manager.StepMetadata(**known)
@@ -422,54 +405,3 @@ def save_statistics(**known: Any) -> dict[str, Any]:
 def restore_statistics(**known: Any) -> dict[str, Any]:
     """The entry that Orbax's managers give their logger after each restore."""
     return dataclasses.asdict(step_statistics.RestoreStepStatistics(**known))
-
-
-@final
-class Views:
-    """Which managers are behind, and which could not look when they should have."""
-
-    def __init__(self) -> None:
-        self._behind: set[int] = set()  # ids of those that another one has written past
-        self._unseen: set[int] = set()  # of those that could not look after a save that failed
-
-    def written_past(self, manager: ocp.CheckpointManager | None) -> None:
-        """Another one has written or deleted a step; nothing where there is no such manager."""
-        if manager is not None:
-            self._behind.add(id(manager))
-
-    def is_behind(self, manager: ocp.CheckpointManager) -> bool:
-        """Whether it has to look before it knows the steps."""
-        return id(manager) in self._behind
-
-    def look(self, manager: ocp.CheckpointManager) -> None:
-        """Has it look at the storage: its steps are in order then. Raises what Orbax raises."""
-        look_afresh(manager)
-        self._behind.discard(id(manager))
-        self._unseen.discard(id(manager))
-
-    def fresh(self, manager: ocp.CheckpointManager) -> ocp.CheckpointManager:
-        """The manager, which has looked where it has to. Raises what Orbax raises."""
-        if id(manager) in self._behind:
-            self.look(manager)
-        return self.seen(manager)
-
-    def seen(self, manager: ocp.CheckpointManager) -> ocp.CheckpointManager:
-        """The manager, which has tried once more where it could not look after a save that failed. Raises nothing."""
-        if id(manager) in self._unseen:
-            self.look_again(manager)
-        return manager
-
-    def look_again(self, manager: ocp.CheckpointManager, look: Callable[[], None] | None = None) -> None:
-        """After a save that failed: its step may be there all the same, and Orbax forgets others that are (FACTS 5).
-
-        If looking fails too, it is left to the next save: the raised error must show why the save failed, and decides
-        about a retry. A process that raises before a barrier would leave the others waiting.
-        """
-        try:
-            if look is None:
-                self.look(manager)
-            else:
-                look()
-            self._unseen.discard(id(manager))
-        except Exception:  # noqa: BLE001  the storage is why the save failed
-            self._unseen.add(id(manager))

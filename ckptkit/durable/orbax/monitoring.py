@@ -36,7 +36,7 @@ NOT_TOLD = {
     "/jax/checkpoint/write/async/commit_future_count": "there are no such futures",
     "/jax/checkpoint/write/async/commit_duration_sec": "TensorStore's futures, which are not waited for by themselves",
     "/jax/orbax/write/background_ts_duration_secs": "the same",
-    "/jax/checkpoint/write/old_steps_examined_count": "the policies of preservation are asked by Orbax's half",
+    "/jax/checkpoint/write/old_steps_examined_count": "the policies are asked without Orbax's manager",
     "/jax/checkpoint/write/get_old_steps_duration_secs": "a background thread finds them",
     "/jax/checkpoint/write/remove_steps_duration_secs": "a background thread deletes them",
     "/jax/checkpoint/write/preempt/duration_saved_secs": "the same",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -10,36 +11,27 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 
 class BranchPreservation:
-    """An Orbax preservation policy that does not count abandoned steps, and keeps none of them.
+    """The steps that Orbax's policies do not keep, where abandoned steps do not count and are not kept.
 
-    They would push good steps out of `max_to_keep`, and be kept in their place. If `best_fn` chooses, the newest step
-    is kept whatever its metrics are: a restart continues from it. Orbax deletes unpreserved steps only after the new
-    step is committed. `let_go` gets the steps that this process would delete, and returns the steps to delete, the same
-    on every process. Orbax calls it once per save, on every process. `order` sorts steps as they were saved: Orbax
-    lists them by number when it looks at a root.
+    Abandoned steps would push good steps out of `max_to_keep`, and be kept in their place. If `best_fn` chooses, the
+    newest step is kept whatever its metrics are: a restart continues from it. `order` sorts steps as they were saved:
+    Orbax lists them by number when it looks at a root.
     """
 
-    def __init__(
-        self,
-        options: ocp.CheckpointManagerOptions,
-        let_go: Callable[[list[int]], frozenset[int]],
-        order: Callable[[int], Any],
-    ):
-        self._release, self._order = let_go, order
+    def __init__(self, options: ocp.CheckpointManagerOptions, order: Callable[[int], Any]):
+        self._order = order
         self._policy: Any = options.preservation_policy or _default_policy(options)
         self._keeps_newest = options.best_fn is not None and options.preservation_policy is None
-        self.abandoned: frozenset[int] = frozenset()  # set before each save, the same on every process
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether to keep each of `checkpoints`."""
-        branch = [checkpoint for checkpoint in checkpoints if checkpoint.step not in self.abandoned]
+    def doomed(self, checkpoints: Sequence[Any], abandoned: Collection[int]) -> list[int]:
+        """The steps of `checkpoints` (Orbax's `CheckpointInfo`) that are not kept. Raises what the policies raise."""
+        branch = [checkpoint for checkpoint in checkpoints if checkpoint.step not in abandoned]
         branch.sort(key=lambda checkpoint: self._order(checkpoint.step))
-        chosen = list(self._policy.should_preserve(branch, context=context))
+        chosen = list(self._policy.should_preserve(branch, context=policies.preservation_policy.PreservationContext()))
         if self._keeps_newest and chosen:
             chosen[-1] = True
         kept = {checkpoint.step for checkpoint, keep in zip(branch, chosen, strict=True) if keep}
-        gone = self._release([each.step for each in checkpoints if each.step not in kept])
-        return [each.step not in gone for each in checkpoints]
+        return [each.step for each in checkpoints if each.step not in kept]
 
 
 def prunes(options: ocp.CheckpointManagerOptions) -> bool:
@@ -47,9 +39,18 @@ def prunes(options: ocp.CheckpointManagerOptions) -> bool:
     return options.max_to_keep is not None or options.preservation_policy is not None
 
 
-def replaced_options(policy: BranchPreservation) -> dict[str, Any]:
-    """The options with `policy` in place of Orbax's own: the two ways to set it exclude each other."""
-    return {"preservation_policy": policy, "max_to_keep": None, "keep_time_interval": None, "keep_period": None}
+def without_deletions(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
+    """The options of a manager that deletes no step: `DurableSteps` does, by the options as the caller gave them."""
+    return dataclasses.replace(
+        options,
+        preservation_policy=policies.preservation_policy.LatestN(n=None),
+        max_to_keep=None,
+        keep_time_interval=None,
+        keep_period=None,
+        todelete_subdir=None,
+        todelete_full_path=None,
+        enable_background_delete=False,
+    )
 
 
 def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:
