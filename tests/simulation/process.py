@@ -270,7 +270,7 @@ class SimProcess:
             ticket = Ticket(name=name, save_id=self.branch.next_save(name, step))
             handed_over = True
             content = (nonce, self.index)
-            items = SaveItems(trees={"content": content}, inline={}, durable={"content": content})
+            items = SaveItems(trees={"content": content}, inline={}, durable={"content": content})  # pyright: ignore[reportArgumentType]
             yield from self.pipeline.submit(ticket, items, _NOTHING, due, None, clock.monotonic_s(), turn)
         except GeneratorExit:  # the process was killed
             raise

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
-from ckptkit.durable.cells import placed as range_reader
+from ckptkit.durable.cells import placed
 from ckptkit.durable.cells.ocdbt import Placed
 from ckptkit.durable.cells.placed import _joined
 from ckptkit.durable.cells.reader import CellReader
@@ -62,7 +62,7 @@ def test_cells_are_read_in_few_requests_within_the_budget(
     state = STATE if range_bytes < SMALL_BYTES else {**STATE, **PADDED}
     save(state)
     asked: list[str] = []
-    fetch, begin = CellReader.fetch, range_reader.PlacedRanges._begin
+    fetch, begin = CellReader.fetch, placed.PlacedRanges._begin
     held: list[tuple[int, int]] = []
 
     def fetched(self: CellReader, item: str, leaf: Any, cell: Any) -> Any:
@@ -74,8 +74,8 @@ def test_cells_are_read_in_few_requests_within_the_budget(
         held.append((self._begun_bytes, made.nbytes))
 
     monkeypatch.setattr(CellReader, "fetch", fetched)
-    monkeypatch.setattr(range_reader.PlacedRanges, "_begin", begun)
-    monkeypatch.setattr(range_reader, "_RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(placed.PlacedRanges, "_begin", begun)
+    monkeypatch.setattr(placed, "_RANGE_BYTES", range_bytes)
     server.log.clear()
     restore(state, durable=DurableProfile(read_ahead_bytes=read_ahead_bytes))
     assert set(asked) == set(state) - set(STATE), "a last cell that is padded is TensorStore's"
@@ -112,7 +112,7 @@ def test_unlocated_or_hanging_reads_fall_back_to_tensorstore(
     """A shortcut that fails would fail the restore."""
     save()
     with monkeypatch.context() as patch:
-        patch.setattr(range_reader, "_KEYS_MAX", 1)
+        patch.setattr(placed, "_KEYS_MAX", 1)
         restore()
     server.faults = FaultPlan(faults=(Fault(effect=Hang(), kinds=(Kind.READ,), objects="*/d/*", skip=1, count=1),))
     restore(durable=DurableProfile(operation_timeout_s=1.0))
@@ -136,6 +136,6 @@ def test_each_cell_is_in_one_range_and_ranges_are_bounded(data: st.DataObject) -
         assert each.start == min(placed.start for _, placed in each.cells)
         assert each.stop == max(placed.start + placed.length for _, placed in each.cells)
         assert {placed.path for _, placed in each.cells} == {each.path}
-        assert each.nbytes <= range_reader._RANGE_BYTES or len(each.cells) == 1
+        assert each.nbytes <= placed._RANGE_BYTES or len(each.cells) == 1
     first = [min(expected.index(cell) for cell in each.cells) for each in made]
     assert first == sorted(first)
