@@ -75,7 +75,7 @@ class UntrustedStepError(CorruptCheckpointError):
 
 
 class SigningKeyError(CheckpointError, ValueError):
-    """A key cannot sign, or prove a signature: the message names the file, or the package that is not installed."""
+    """A key cannot sign, or verify a signature: the message names the file, or the package that is not installed."""
 
 
 class TreeMismatchError(CheckpointError, ValueError):
@@ -245,5 +245,5 @@ def _cause_of(error: BaseException) -> Cause | None:
 
 
 def heard_from(process: int, name: str, message: str) -> CheckpointError:
-    """The error that another process raised, of the same class where that can be, so that all end alike."""
+    """The error that another process raised, of the same class where that can be, so that all end in the same way."""
     return _HEARD.get(name, CheckpointError)(f"process {process}: {message}")

@@ -43,7 +43,7 @@ class Kind(StrEnum):
     # time that was spent: fields span (goodput's kind), duration_s, failed (true) where it ended in an exception; at_s
     # is its END
     SPAN = "span"
-    CALLED = "called"  # the loop called the manager for step, and no span tells it: fields call
+    CALLED = "called"  # the loop called the manager for step, and no span reports it: fields call
     PLANNED = "restore_planned"  # fields sources: tier -> bytes
     REJECTED = "restore_rejected"  # fields reason
     INCOMPLETE = "restore_incomplete"  # a save that some processes had not committed when the job ended: fields reason
@@ -65,7 +65,7 @@ class Kind(StrEnum):
     FAILED = "save_failed"  # fields reason
     # the last save is over: fields tiers (that hold it), unfinished, left_out: tier -> why, spent_s before it, grace_s
     PREEMPTED = "preempted"
-    RESUMED = "resumed"  # a run goes on at step: fields repeated (steps taken again; None: unknown), processes, mesh
+    RESUMED = "resumed"  # a run continues at step: fields repeated (steps taken again; None: unknown), processes, mesh
     DEGRADED = "tier_degraded"  # fields reason
     SCRUBBED = "scrubbed"  # a damaged slot of this process: fields path, reason
     RECOVERED = "tier_recovered"  # a degraded tier works again: fields failures in a row before, failed_s
@@ -85,7 +85,7 @@ class Kind(StrEnum):
     # a guard found a value suspicious, and the values before it not: fields signal, value, rule, limit
     SUSPECTED = "suspected"
     ALARM = "alarm"  # a guard wants to go back: fields rule, signal, onset, value, limit
-    # the run goes on from step, in the same process: fields from_step (the alarm's), first_step (the first that takes
+    # the run continues from step, in the same process: fields from_step (the alarm's), first_step (the first that takes
     # another batch), batches (skipped: first, stop), rollbacks of the run so far, alarm
     ROLLED_BACK = "rolled_back"
     GUARD_STOPPED = "guard_stopped"  # a guard does not go back once more: fields reason, alarm
@@ -215,7 +215,7 @@ class EventLog:
         The process is the argument, else that of `jax.distributed` where it is initialized, else that of the launcher
         or scheduler (CKPTKIT_PROCESS, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK, JOB_COMPLETION_INDEX), else 0. The
         attempt is the argument, else CKPTKIT_ATTEMPT, else the next number for which this process has no log. A
-        number that was used before is continued: `load_run` tells the starts apart. Raises as the constructor does,
+        number that was used before is continued: `load_run` distinguishes the starts. Raises as the constructor does,
         and ValueError for a variable that holds no number.
         """
         root = _local(directory)

@@ -51,7 +51,7 @@ def clean_left(store: Store, epoch: int, remove_directory: Callable[[str], None]
 
 
 def clean_unmarked(store: Store, name_format: Any) -> list[str]:
-    """Deletes the steps of a bucket or a mount that have no mark, whoever wrote them: `cleanup_tmp_directories`, on the
+    """Deletes the steps of a bucket or a mount that have no mark, of any writer: `cleanup_tmp_directories`, on the
     caller's word. Only directories that have the name of a step, and whose objects are those of a save.
 
     Gives their names. Cost: a listing, and two requests for each directory with the name of a step. Raises
@@ -99,7 +99,7 @@ def _clean_bucket(store: Store, epoch: int) -> list[str]:
             continue
         # One of our own first: after a crash in mid-deletion, the remaining objects must still show the owner.
         own = f"{paths.INTENTS_DIR}/{paths.intent_name(step_name, epoch, uuid.uuid4().hex)}"
-        put_new(store, own, b"")  # nobody else has its name
+        put_new(store, own, b"")  # no other process has its name
         store.delete_many([f"{paths.INTENTS_DIR}/{name}" for _, name in left])
         objects = store.stat_all(step_name)
         if not _is_later(store, step_name, epoch) and remove_uncommitted(store, step_name, objects):

@@ -167,11 +167,11 @@ class MarkAttempt:
             raise _fenced(self.place, self._save_id) from error
 
     def tidy(self) -> None:
-        """Removes the intent of a step that is committed: it means nothing any more. Nobody has to wait for it."""
+        """Removes the intent of a step that is committed: it means nothing any more. No caller has to wait for that."""
         self._drop_intent()
 
     def give_up(self) -> None:
-        """Leaves the written files with the intent: it tells the next attempt, and the next run, the owner."""
+        """Leaves the written files with the intent, which names their owner to the next attempt and the next run."""
 
     def _drop_intent(self) -> None:
         with suppress(StoreError):  # the next run deletes it

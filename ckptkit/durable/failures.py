@@ -1,4 +1,4 @@
-"""Tells damage from a store that did not answer, by the error of a failed read or write of a step."""
+"""Distinguishes damage from a store that did not answer, by the error of a failed read or write of a step."""
 
 from __future__ import annotations
 

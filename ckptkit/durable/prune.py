@@ -44,7 +44,7 @@ class Pruner:
         self._left: dict[int, str] = {}  # steps that the books have forgotten, and the storage may still have
 
     def prune(self, steps: Iterable[int], first: Callable[[], None] = lambda: None) -> None:
-        """Begins to delete `steps`, which nobody reads, after `first`; waits for the deletions before."""
+        """Begins to delete `steps`, which have no reader, after `first`; waits for the deletions before."""
         self.wait()
         if not self._leads:
             return

@@ -1,4 +1,4 @@
-"""Reads boxes of a durable step that has our sidecars, and proves every cell that it returns."""
+"""Reads boxes of a durable step that has our sidecars, and compares every cell that it returns with its digest."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ class DurableReader:
         return self._url
 
     def look_ahead(self, names: Sequence[str] | None = None) -> None:
-        """`manifests(to_read=True)` now: what it gives or raises is kept for whoever asks first. `names` are those
+        """`manifests(to_read=True)` now: what it gives or raises is kept for the first caller. `names` are those
         right below the step, where somebody has listed them already."""
         self._ahead = Future()
         try:
             self._ahead.set_result(self._manifests(names, to_read=True))
-        except Exception as error:  # noqa: BLE001  raised to whoever asks
+        except Exception as error:  # noqa: BLE001  raised to the first caller
             self._ahead.set_exception(error)
 
     def manifests(self, *, to_read: bool = False) -> list[Manifest]:
@@ -235,7 +235,7 @@ class DurableReader:
     def check_custom(self, metadata: Any) -> None:
         """Raises `CorruptCheckpointError` where `metadata`, the custom metadata of the step, is not what was saved.
 
-        Proves nothing for a step of stock Orbax or of an earlier version. Cost: a listing and a small read.
+        Verifies nothing in a step of stock Orbax or of an earlier version. Cost: a listing and a small read.
         """
         for item in self.item_names():
             with suppress(FileNotFoundError):

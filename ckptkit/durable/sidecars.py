@@ -28,7 +28,7 @@ _MARKED = re.compile(r"\(ckptkit save ((\d+ \d+ \d+(?: [0-9a-f]{16} [0-9a-f]{16}
 def marker_text(where: str, save_id: SaveId) -> str:
     """`commit_success.txt` of a step: Orbax's words, and the save's identity, which Orbax ignores.
 
-    No two are equal, so that a put whose answer was lost can tell its own marker from another writer's.
+    No two are equal, so that a put whose answer was lost can distinguish its own marker from another writer's.
     """
     names = f" {save_id.run} {save_id.root}" if save_id.run and save_id.root else ""
     identity = f"{save_id.epoch} {save_id.step} {save_id.number}{names} {uuid.uuid4().hex}"
@@ -106,8 +106,8 @@ def missing_items(where: str, named: Iterable[str], items: Iterable[str]) -> str
 def of_one_save(found: Mapping[int, Manifest], marked: Callable[[], SaveId | None]) -> dict[int, Manifest]:
     """`found`, an item's sidecars by the number in their names, without those that another run added late.
 
-    A run of more processes that was fenced off, and goes on, may put a sidecar into a bucket under a number for which
-    the step's save has no process. The step's marker tells them apart: `marked` reads it, where it is needed.
+    A run of more processes that was fenced off, and continues, may put a sidecar into a bucket under a number for which
+    the step's save has no process. The step's marker distinguishes them: `marked` reads it, where it is needed.
     """
     if len({manifest.save_id for manifest in found.values()}) < 2:
         return dict(found)
@@ -117,7 +117,7 @@ def of_one_save(found: Mapping[int, Manifest], marked: Callable[[], SaveId | Non
 
 def require_custom(metadata: object, expected: str | None, *, where: str, step: int | None = None) -> None:
     """Raises `CorruptCheckpointError` where the custom metadata of a step is not what was saved. `expected` is the
-    digest in its sidecars: None in those of earlier versions, which prove nothing."""
+    digest in its sidecars: None in those of earlier versions, which have none."""
     if expected is not None and (found := custom_digest(metadata)) != expected:
         raise CorruptCheckpointError(
             f"{where}: custom_metadata in {paths.STEP_METADATA} is not what was saved (digest {found}, expected "
@@ -145,7 +145,7 @@ def wrong_step(where: str, found: SaveId, step: int) -> str | None:
 def incomplete(
     where: str, present: Collection[int], found: Mapping[int, Manifest], *, item: str | None = None
 ) -> str | None:
-    """Why the sidecars of an item at `where` do not prove it; None where they do.
+    """Why the sidecars of an item at `where` are not a whole record of it; None where they are.
 
     `present` are the numbers in their names, without late ones (`of_one_save`), and `found` those that were read, at
     least one. With `item` each has to hold the arrays of that item.

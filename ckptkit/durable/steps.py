@@ -150,7 +150,7 @@ class DurableSteps:
         return not finishes_in_its_own_way(self._options)
 
     def reader(self, step: int) -> DurableReader:
-        """A reader of one step, which proves every cell that it returns."""
+        """A reader of one step, which compares every cell that it returns with its digest."""
         return DurableReader(self._step_url(step), step=step, profile=self.profile, pace=self._read_pace)
 
     def save_id(self, step: int) -> SaveId | None:
@@ -312,8 +312,8 @@ class DurableSteps:
         """Deletes a committed step by the options; does nothing if it does not exist. No save may be in flight. With
         `at_once` it is deleted on return, even if the options delete in the background.
 
-        Announced like a prune, so that no scrub takes what is half deleted for damaged; whoever reads the step has not
-        been asked. Raises `StoreError` where it cannot be announced: nothing is deleted then.
+        Announced like a prune, so that no scrub takes what is half deleted for damaged; readers of the step were not
+        asked. Raises `StoreError` where it cannot be announced: nothing is deleted then.
         """
         self.stock.settle()
         self._pruner.wait()
@@ -367,7 +367,7 @@ class DurableSteps:
         return self.stock.listed()
 
     def _meet_abandoned(self, step: int, ancestry: Ancestry) -> None:
-        """Process 0 tells all processes which steps are abandoned; one with the number to be saved is deleted first."""
+        """All processes learn from process 0 which steps are abandoned; one of the number to be saved is deleted."""
         self._pruner.forget(step)
 
         def abandoned(_: list[Any]) -> tuple[list[int], bool]:
@@ -389,7 +389,7 @@ class DurableSteps:
 
     def _release(self, doomed: list[int]) -> frozenset[int]:
         """The steps to delete: those that process 0's policies release, by its clock and metrics, and that no process
-        reads. All processes get the list and take part, whatever their own policies are: clocks and metrics differ."""
+        reads. All processes get the list and take part, also where their own clocks and metrics differ."""
 
         def let_go(_: list[Any]) -> list[int]:
             return sorted(set(doomed) - self._guard.spare(doomed))
@@ -401,7 +401,7 @@ class DurableSteps:
             self._guard.settle()
 
     def _is_abandoned(self, step: int, ancestry: Ancestry, *, replaced: bool) -> bool:
-        """A step whose sidecar is damaged may be of this branch: it goes only where a new save takes its number."""
+        """A step whose sidecar is damaged may be of this branch: it is deleted only if a new save takes its number."""
         try:
             if step not in self._identities:
                 self._identities[step] = self.save_id(step)

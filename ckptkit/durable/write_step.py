@@ -155,7 +155,7 @@ class StepWriter:
         def finish_together(failures: list[str | None]) -> None:
             for process, failure in enumerate(failures):
                 if failure is not None:
-                    # Raised everywhere: whoever wrote its own part well would take the step for committed, and prune.
+                    # Raised everywhere: one that wrote its own part well would take the step for committed, and prune.
                     raise TransientStoreError(f"process {process} has not written its part of {place}: {failure}")
             finish(place)
 

@@ -87,7 +87,7 @@ class Guard:
     calls `resume` with the saved record after a restore. The training data of a run then follows from its measurements
     alone. A run that is killed, even within a rollback, reaches the same bits, whichever save was restored.
 
-    All processes call it alike, with values that are equal on all processes (outputs of the jitted step that every
+    All processes make the same calls, with values that are equal on all of them (outputs of the jitted step that every
     device holds). Cost of `watch`: about 0.1 ms for 3 rules, and no communication. A float is judged at once. A
     `jax.Array` is copied to the host in the background, and read `lag_steps` steps later: a loop waits for a device
     only if it is further behind.
@@ -172,7 +172,7 @@ class Guard:
         if missing := {rule.signal for rule in self._rules} - {None, *signals}:
             raise ValueError(f"watch: rules judge {', '.join(sorted(map(str, missing)))}, which the call does not give")
         if self._known.alarm is None:
-            with jax.transfer_guard_device_to_host("allow"):  # a guard is for transfers that nobody asked for
+            with jax.transfer_guard_device_to_host("allow"):  # a guard is for transfers that no code asked for
                 for value in signals.values():
                     if isinstance(value, jax.Array):
                         value.copy_to_host_async()
@@ -199,7 +199,7 @@ class Guard:
         return self._known.to_json()
 
     def resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Goes on from a record that was saved with the restored step; None where the step has none.
+        """Continues from a record that was saved with the restored step; None where the step has none.
 
         Raises ValueError for what is not the record of a guard.
         """

@@ -96,7 +96,7 @@ def replay(
 
     Where all digests agree, the run is deterministic between `first` and `last`, and no device changed a bit there. A
     difference names the first save that was not come to, and its leaves: a step that is not deterministic, or a device,
-    a host or a program that computed something else. A replay on other devices tells these apart: what comes again
+    a host or a program that computed something else. A replay on other devices distinguishes these: what comes again
     there is the program's.
 
     `manager` is read only (`CheckpointManagerOptions(read_only=True)`): a replay moves no run. All processes call this

@@ -146,7 +146,7 @@ def outlook(
 
 
 def in_order_of_cost(tiers: Sequence[str]) -> list[str]:
-    """The tiers as a restart asks them, whatever their order here: those in memory first."""
+    """The tiers in the order in which a restart asks them: those in memory first."""
     return sorted(tiers, key=lambda tier: file_system_of(tier).medium != "memory")
 
 

@@ -77,7 +77,7 @@ def joined_problems(item: Place, sidecars: Sequence[Manifest]) -> list[str]:
 
 
 def leaf_of_record(record: LeafRecord, *, held: bool) -> LeafInfo:
-    """A leaf as one process recorded it; raises `CorruptCheckpointError` for a sharding that nobody writes."""
+    """A leaf as one process recorded it; raises `CorruptCheckpointError` for a sharding that no writer writes."""
     text = record.extra.get("sharding")
     try:
         dtype, sharding = dtype_name(record.dtype), None if text is None else sharding_words(text)

@@ -93,7 +93,7 @@ def _durable_entry(found: DurableStep) -> StepEntry:
 def tier_shares(
     tier: str, url: str, host_id: str, notes: list[str]
 ) -> tuple[list[Share], list[CorruptCheckpointError]]:
-    """The saves that this host's processes hold for jobs with root `url`, whatever the names of those jobs."""
+    """The saves that this host's processes hold for jobs with root `url`, of any name."""
     shares: list[Share] = []
     damaged: list[CorruptCheckpointError] = []
     for directory in slots_of_root(tier, url, host_id, notes):

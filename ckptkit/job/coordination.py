@@ -81,7 +81,7 @@ class Coordinator(Protocol):
         about: str = "",
         order: Order | None = None,
     ) -> Any:
-        """Returns to all what process 0's `decide()` returns. Process 0 waits for nobody, the others for process 0.
+        """Returns to all what process 0's `decide()` returns. Process 0 waits for no process, the others for process 0.
         `about` is as in `agree`; no process may lag by more than 10,000 questions.
 
         Raises `CoordinationError` if process 0 does not answer within `timeout_s`. If `decide` raises, the others get
@@ -140,7 +140,7 @@ def refuse_unjoined() -> None:
 
 
 def coordinator_address() -> str | None:
-    """Where this job's coordination service is, as `host:port` and as JAX was told; None without one."""
+    """Where this job's coordination service is, as `host:port` and as JAX was initialised with it; None without one."""
     return getattr(distributed.global_state, "coordinator_address", None)
 
 

@@ -1,4 +1,4 @@
-"""A position in a global order of data: the same for every process, so that any number of processes goes on from it."""
+"""A position in a global order of data: the same for every process, so that any number of them continues from it."""
 
 from __future__ import annotations
 

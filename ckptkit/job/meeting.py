@@ -286,7 +286,7 @@ class Meetings:
 
 
 def _publish(key: str, decide: Callable[[], Any], until_s: float) -> Exchange:
-    """On process 0: decides, and tells the others. The decision holds even if it could not be published."""
+    """On process 0: decides, and publishes it. The decision holds even if it could not be published."""
     try:
         text = json.dumps({"verdict": decide()})
     except Exception as error:

@@ -9,9 +9,9 @@ from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError, Reason, he
 from ckptkit.job.coordination import Coordinator
 
 _T = TypeVar("_T")
-# Only what is proven bad or absent falls back to something older; unreachable is not absent.
+# Only what is known to be damaged or absent falls back to something older; unreachable is not absent.
 REJECTING = (CorruptCheckpointError, FileNotFoundError, ItemNotFoundError)
-_TOLD_MAX = 4  # reasons: thousands of processes reject a damaged step alike, and each of them gets every reason
+_TOLD_MAX = 4  # reasons: thousands of processes reject the same damaged step, and each of them gets every reason
 _CHARS_MAX = 2000  # of a reason; who has it raises all of it
 
 
@@ -43,7 +43,7 @@ def act_together(
 def _vote(
     coordinator: Coordinator, channel: str, error: Exception | None, is_fatal: bool, timeout_s: float | None
 ) -> dict[str, Any]:
-    """One verdict for all: a fatal error raises everywhere, a rejection sends everybody to the next candidate."""
+    """One verdict for all: a fatal error raises everywhere, a rejection sends every process to the next candidate."""
     value = None
     if error is not None:
         value = [is_fatal, type(error).__name__, str(error)[:_CHARS_MAX], Reason.of(error).causes]

@@ -115,7 +115,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
     arenas: Mapping[str, Arena] = {}
     if not options.read_only:  # it only looks at the existing files: slots are for processes that save
         arenas = open_arenas(job_hosts, host_dirs, memory, in_flight_max, coordinator)
-    with ExitStack() as opened:  # whoever tries again after an error makes others, and these would hold their places
+    with ExitStack() as opened:  # another try after an error makes others, and these would hold their places
         for arena in arenas.values():
             opened.callback(arena.close)
         if arenas and job_hosts.rank[0] == 0:

@@ -56,7 +56,9 @@ class Catalog:
         """Deletes `step` from every tier, in the call `about`; raises `StepNotFoundError` for one that is in none."""
         storage, history = self._storage, self._history
         if step not in {*history.ledger.steps(), *(record.step for record in history.ledger.rejected())}:
-            history.decider.forget(step)  # of a step that its own save has pruned: whoever looked for it knows it gone
+            history.decider.forget(
+                step
+            )  # of a step that its own save has pruned: that process knows already that it is deleted
             raise StepNotFoundError(
                 f"step {step} is in no tier of {storage.durable.url}; it cannot be deleted", step=step
             )
@@ -120,7 +122,7 @@ class Catalog:
         `restore`.
 
         Only what is picked is read. `choose` is given the stored leaves by item and returns nested dicts of those
-        that are wanted, on every process the same. The run does not go on from the step: this is a look, not a
+        that are wanted, on every process the same. The run does not continue from the step: this is a look, not a
         rollback. Raises what `restore` and `choose` raise.
         """
         with self._calls.entered("restore") as about:

@@ -28,7 +28,7 @@ from ckptkit.store.roots import root_url
 from ckptkit.util.clock import Deadline
 
 _STORE_DEADLINE_S = 20.0
-_AGREE_S = 24 * 3600.0  # while process 0 proves a step, the others wait
+_AGREE_S = 24 * 3600.0  # while process 0 verifies a step, the others wait
 
 
 def follow(
@@ -73,7 +73,7 @@ def follow(
 
 @dataclass(slots=True, kw_only=True)
 class FollowedStep:
-    """A committed step that nobody prunes while it is the current one of its loop."""
+    """A committed step that no writer prunes while it is the current one of its loop."""
 
     step: int
     save_id: SaveId
@@ -198,7 +198,7 @@ class _Follower:
         return sorted((pair for pair in found if self._last is None or pair[1] > self._last), key=lambda pair: pair[1])
 
     def _take(self, name: str, save_id: SaveId) -> bool | None:
-        """Leases a step and proves it; whether it is proven, or None where it cannot be had."""
+        """Leases a step and verifies it; whether it is proven, or None where it cannot be had."""
         lease = Lease(self._store, save_id.step, lease_s=self._lease_s)
         proven = None
         try:

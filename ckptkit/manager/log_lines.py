@@ -45,7 +45,7 @@ class _LogLines:
 
 
 def _like(event: Event) -> tuple[str, ...]:
-    """The key by which warnings are alike. Each rejected candidate is logged, and each reason of a degraded tier."""
+    """The key by which warnings are equal. Each rejected candidate is logged, and each reason of a degraded tier."""
     about = (
         {Kind.REJECTED: str(event.step), Kind.DEGRADED: _reason(event)[:_LIKE_CHARS]}
         if "reason" in event.fields

@@ -11,12 +11,12 @@ from ckptkit.events import Event, EventLog, Kind
 from ckptkit.model.tiers import DURABLE
 
 _WAITING_MAX = 16  # durable saves under way, and lost ones
-_BY_ORBAX = "durable (orbax)"  # the source of a restore that Orbax did, and told
+_BY_ORBAX = "durable (orbax)"  # the source of a restore that Orbax did, and reported
 _UNTOLD = frozenset({Kind.CALLED, Kind.PHASE})  # often, and without a length
 
 
 def monitor_events(events: EventLog, process: int, orbax: OrbaxMonitoring) -> None:
-    """Tells `jax.monitoring` of every event from now on.
+    """Reports to `jax.monitoring` every event from now on.
 
     An event is `/ckptkit/<kind>`, with its tier; a length of time in it `/ckptkit/<kind>/<field>_secs`, its bytes
     `/ckptkit/<kind>/bytes`; a span `/ckptkit/span/<name>/duration_secs`. Orbax's names: process 0 alone, as in Orbax.

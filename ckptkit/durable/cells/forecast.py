@@ -36,7 +36,7 @@ class SaveForecast:
 
     `files` are files or objects that stay, `requests` what a bucket is asked (0 on a disk), `written_bytes` includes
     padding and small files, `peak_bytes` is host memory besides the snapshot. With compression both are what they are
-    at most: nobody has looked at the bytes. The bytes of small files are right to about 10 %; of several processes the
+    at most: the bytes were not looked at. The bytes of small files are right to about 10 %; of several processes the
     pieces are those of boxes that are shared out evenly.
     """
 

@@ -31,7 +31,7 @@ def spread_start(profile: DurableProfile, url: str) -> None:
 class Pace:
     """The pace of all durable writes of a process, or of all its durable reads. Safe from several threads.
 
-    `bytes_per_s` None: as fast as it goes.
+    `bytes_per_s` None: without a limit.
     """
 
     def __init__(self, bytes_per_s: float | None = None):

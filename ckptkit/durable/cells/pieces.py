@@ -80,7 +80,7 @@ class Pieces:
         self._left.add(part, -1)
 
     def add_text(self, nbytes: int) -> None:
-        """So do `nbytes` of metadata, which nobody had expected."""
+        """So do `nbytes` of metadata, which are unexpected there."""
         self._filled.all_bytes += nbytes
 
     @property

@@ -31,7 +31,7 @@ from ckptkit.model.paths import array_prefix
 from ckptkit.util.disk_file import FileReads
 
 _RANGE_BYTES = 8 << 20  # of a request, unless one cell has more: several at a time are faster than one
-_GAP_BYTES = 1 << 20  # that nobody asked for, read along rather than asked around
+_GAP_BYTES = 1 << 20  # between two wanted ranges: read too, since another request costs more
 _KEYS_MAX = 500_000  # of a database whose places are read as a whole; of a larger one TensorStore finds those wanted
 
 _Item = dict[str, Placed | bytes]

@@ -96,7 +96,7 @@ class CellReader:
     def _elements(self, item: str, leaf: LeafRecord, value: bytes) -> np.ndarray | None:
         whole_bytes = leaf.cell_bytes
         if encoded_bytes(value) == whole_bytes:
-            # Or a plain cell that begins like an encoded one: its leaf's metadata tells which.
+            # Or a plain cell that begins like an encoded one: its leaf's metadata has the kind.
             codec = self._codec(item, leaf)
             if codec is not None:
                 return decoded(value, leaf, codec)

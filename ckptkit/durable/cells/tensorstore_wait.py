@@ -61,7 +61,7 @@ def awaited(
 
 
 def translated(operation: Callable[[], _T], where: str, needs: Needed = "get") -> _T:
-    """TensorStore raises ValueError for everything. The status name in its text tells access problems apart, which
+    """TensorStore raises ValueError for everything. The status name in its text shows access problems, which
     become ours; what names none is left to the caller, who knows whether it is damage."""
     try:
         return operation()

@@ -289,7 +289,7 @@ class _Piece:
 
 @final
 class CellStream:
-    """Cells of one item written one after the other, for whoever cannot hold an item in memory.
+    """Cells of one item written one after the other, for a caller that cannot hold an item in memory.
 
     Holds up to `commit_bytes` of blocks, which must not change meanwhile, and then commits them: a commit of its own
     for every cell is slow. In a bucket `finish` puts all of it in the place of what the database was before, in one

@@ -46,7 +46,7 @@ _LOOKS_MAX = 64  # directories below one that are looked into: a step has few it
 
 
 class StepClass(StrEnum):
-    """The classes of a root's entries. `unfinished` and `abandoned` are states of a step, whatever its class."""
+    """The classes of a root's entries. `unfinished` and `abandoned` are states of a step of any class."""
 
     WHOLE = "our save, whole"
     DAMAGED = "our save, damaged"
@@ -130,7 +130,7 @@ def run_format(
 
 
 def has_several_formats(names: Iterable[str]) -> bool:
-    """Whether names differ so that only marks tell which are the run's."""
+    """Whether names differ so that only marks show which are the run's."""
     numbers: dict[str | None, list[str]] = {}
     for name in names:
         prefix, number = _split(name)

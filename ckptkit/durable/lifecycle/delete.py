@@ -45,7 +45,7 @@ def _remove_objects(store: Store, name: str, is_it: Callable[[], bool]) -> bool:
     going = f"{INTENTS_DIR}/{going_name(name)}"
     with suppress(StoreError):  # a bucket whose quota is reached takes nothing, and has to be emptied all the same
         store.put(going, b"")
-    # By the metadata alone a directory of a mount may be a step of stock Orbax: it goes next (`is_committed`).
+    # By the metadata alone a directory of a mount may be a step of stock Orbax: it is removed next (`is_committed`).
     for key in (f"{name}/{COMMIT_MARK}", f"{name}/{STEP_METADATA}"):
         if (sign := found.pop(key, None)) is not None:
             store.delete_unchanged({key: sign})
@@ -58,8 +58,8 @@ def _remove_objects(store: Store, name: str, is_it: Callable[[], bool]) -> bool:
 def move_away(where: str) -> str:
     """Renames a directory right below a root on a disk, so that it is no longer a step; returns its new place.
 
-    Nobody reads or writes there, so whoever finds it may remove it. Raises `FileNotFoundError` where there is nothing,
-    `OSError`, `StoreError`. Cost: a rename and a sync.
+    No process reads or writes there, so any that finds it may remove it. Raises `FileNotFoundError` where there is
+    nothing, `OSError`, `StoreError`. Cost: a rename and a sync.
     """
     root, name = os.path.split(where)
     os.lstat(where)

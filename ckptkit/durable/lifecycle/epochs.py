@@ -65,8 +65,8 @@ class Rollback:
 class Ancestry:
     """The history of a root: which run began which epoch, and from which save. `epoch` is the newest epoch that saved.
 
-    The one place for the order of saves: `SaveId` orders those of a branch, `superseded` and `disowned` tell which
-    saves are not on it, `identity` tells which save a durable step counts as.
+    The one place for the order of saves: `SaveId` orders those of a branch, `superseded` and `disowned` find the
+    saves that are not on it. `identity` is the save that a durable step counts as.
     """
 
     epoch: int = 0
@@ -240,7 +240,7 @@ class EpochRecords:
         """The record of the root, given what `read` returned. With `create` a root without an id gets one, and a record
         that is damaged or missing is written again from the id in the newest epoch record.
 
-        Cost: a small read, or two small requests. Raises `CorruptCheckpointError` where nothing tells the id.
+        Cost: a small read, or two small requests. Raises `CorruptCheckpointError` where no record has the id.
         """
         try:
             found = read_root_record(self._store)
@@ -422,7 +422,7 @@ class EpochRecords:
 
 def root_record_of(store: Store) -> RootRecord:
     """The record of a root, for a reader: where it is damaged or missing, with the id in the epoch records. Cost: a
-    small read, and then what `EpochRecords.read` costs. Raises `CorruptCheckpointError` where nothing tells the id."""
+    small read, and then what `EpochRecords.read` costs. Raises `CorruptCheckpointError` where no record has the id."""
     with suppress(CorruptCheckpointError):
         if (found := read_root_record(store)).id:
             return found

@@ -193,7 +193,7 @@ def _has_ended(process: str) -> bool:
 
 
 class PruneGuard:
-    """The side of whoever deletes (of a job, process 0): which of the steps that are to go must stay for now."""
+    """The side of the process that deletes (of a job, process 0): which of the doomed steps must stay for now."""
 
     def __init__(self, store: Store, *, monotonic_s: Callable[[], float] = clock.monotonic_s):
         self._store = store
@@ -256,7 +256,7 @@ class PruneGuard:
         if now_s - self._seen[name][1] > lease_s:
             self._store.delete(f"{paths.LEASES_DIR}/{name}")  # its holder has died, or knows that it is lost
             return set()
-        if paths.is_announcement(name):  # of another that deletes: nobody reads for it
+        if paths.is_announcement(name):  # of another that deletes: it has no reader
             return set()
         return steps if leased is None else steps & leased
 

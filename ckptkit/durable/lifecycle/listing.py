@@ -76,7 +76,7 @@ _Found = TypeVar("_Found")
 class DurableStep:
     """One step directory. `identity` orders it among the saves; stock Orbax's steps get one, and have no save id.
 
-    `shares`: the processes whose sidecars are there, and how many wrote the step; None where nobody recorded it.
+    `shares`: the processes whose sidecars are there, and how many wrote the step; None where it was not recorded.
     """
 
     place: Place
@@ -365,7 +365,7 @@ def _of_metadata(place: Place, known: SaveId | None) -> tuple[SaveId | None, flo
 
 
 def _damaged(place: Place, step: int, items: Mapping[str, ItemKind | None], why: str) -> DurableStep:
-    """A step whose records cannot be read. Its marker, or one of its items, tells whether ckptkit wrote it."""
+    """A step whose records cannot be read. Its marker, or one of its items, shows whether ckptkit wrote it."""
     signed = any(f"{paths.SIDECAR_DIR}/" in _item(place, name).names() for name in items)
     return DurableStep(
         place=place,

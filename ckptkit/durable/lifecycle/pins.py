@@ -1,4 +1,4 @@
-"""Pins: steps that nobody prunes, until somebody takes the pin out. A pin is a lease without an end.
+"""Pins: steps that no process prunes until the pin is removed. A pin is a lease without an end.
 
 A small object among the leases, with the step in its name. A writer sees it in the listing that it makes before it
 deletes, and a damaged pin still counts. It pins the step's number: a save that would replace a pinned step, after a

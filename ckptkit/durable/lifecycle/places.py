@@ -1,5 +1,5 @@
 """Reads of metadata that somebody else wrote: bounded, never following what could hang, and never writing; and what its
-names alone tell of a directory: a step, an item of one, or neither."""
+names alone show of a directory: a step, an item of one, or neither."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Place:
 
 @final
 class readable:
-    """In this context, metadata that is not what a writer writes is corrupt, whatever it makes a parser raise."""
+    """In this context, metadata that is not what a writer writes is corrupt, for any error of a parser."""
 
     __slots__ = ("_where",)
 

@@ -74,7 +74,7 @@ def handler_name(arg: Any) -> str:
 
 def needs_one_directory(handler: Any, arg: Any) -> bool:
     """Whether a handler counts on a directory that all processes share: those of arrays, which process 0 merges, and of
-    Orbax's newer API any that is not for a `StatefulCheckpointable`. Alike on every process."""
+    Orbax's newer API any that is not for a `StatefulCheckpointable`. The same on every process."""
     if isinstance(arg, HandledSave):
         return type(arg.handler) is not stateful_checkpointable_handler.StatefulCheckpointableHandler
     return type(handler).finalize is not ocp.CheckpointHandler.finalize

@@ -50,7 +50,7 @@ def without_collectives(options: Any, count: int) -> Any:
 
 
 def read_by_one(options: ocp.CheckpointManagerOptions) -> dict[str, Any]:
-    """Process 0 alone lists steps anyway, and tells the others without Orbax's broadcast between devices."""
+    """Process 0 alone lists steps anyway, and sends them to the others without Orbax's broadcast between devices."""
     names = options.step_name_format
     if getattr(names, "single_host_load_and_broadcast", False):
         names = dataclasses.replace(names, single_host_load_and_broadcast=False)  # pyright: ignore[reportArgumentType, reportCallIssue]

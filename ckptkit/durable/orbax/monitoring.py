@@ -14,7 +14,7 @@ from orbax.checkpoint._src.path import utils as path_utils
 
 from ckptkit.util import clock
 
-# Names of Orbax's saves and restores that tell of its own way to write or read, which is not ours.
+# Names of Orbax's saves and restores that describe its own way to write or read, which is not ours.
 NOT_TOLD = {
     "/jax/orbax/write/directory_creation_secs": "directories are made as files are written",
     "/jax/orbax/write/async_directory_creation_secs": "the same",
@@ -42,8 +42,8 @@ NOT_TOLD = {
     "/jax/checkpoint/write/preempt/duration_saved_secs": "the same",
     "/jax/orbax/write/replicated_array_gb": "one replica writes, and every box is counted once",
     "/jax/orbax/write/sharded_array_gb": "the same",
-    "/jax/orbax/write/preemption": "Orbax's half tells it",
-    "/jax/checkpoint/read/load_all_step_metadata_duration_secs": "Orbax's half tells it",
+    "/jax/orbax/write/preemption": "Orbax's half reports it",
+    "/jax/checkpoint/read/load_all_step_metadata_duration_secs": "Orbax's half reports it",
     "/jax/checkpoint/read/primary_replica_deserialization_duration_secs": "of Orbax's broadcast; ours is an event",
     "/jax/checkpoint/read/broadcast_duration_secs": "the same",
 }
@@ -52,7 +52,7 @@ NOT_TOLD = {
 @final
 @dataclass(frozen=True, slots=True)
 class OrbaxMonitoring:
-    """Tells `jax.monitoring` what Orbax would of saves to the root at `url`, and of restores."""
+    """Reports to `jax.monitoring` what Orbax would report of saves to the root at `url`, and of restores."""
 
     url: str
     asynchronous: bool
@@ -62,7 +62,7 @@ class OrbaxMonitoring:
         return path_utils.get_storage_type(self.url)
 
     def save_staged(self, blocking_s: float, waited_s: float, tree_bytes: int) -> None:
-        """A save to the durable tier has let the step loop go on, which it held for `blocking_s`."""
+        """A save to the durable tier has returned to the step loop, which it held for `blocking_s`."""
         base, now_s = ("/jax/orbax/write/async" if self.asynchronous else "/jax/orbax/write"), clock.wall_s()
         monitoring.record_event(f"{base}/start")
         _scalar(f"{base}/start_time", 1e3 * (now_s - blocking_s), storage_type=self._storage)

@@ -14,7 +14,7 @@ class BranchPreservation:
     """The steps that Orbax's policies do not keep, where abandoned steps do not count and are not kept.
 
     Abandoned steps would push good steps out of `max_to_keep`, and be kept in their place. If `best_fn` chooses, the
-    newest step is kept whatever its metrics are: a restart continues from it. `order` sorts steps as they were saved:
+    newest step is kept with any metrics: a restart continues from it. `order` sorts steps as they were saved:
     Orbax lists them by number when it looks at a root.
     """
 
