@@ -56,9 +56,7 @@ class Catalog:
         """Deletes `step` from every tier, in the call `about`; raises `StepNotFoundError` for one that is in none."""
         storage, history = self._storage, self._history
         if step not in {*history.ledger.steps(), *(record.step for record in history.ledger.rejected())}:
-            history.decider.forget(
-                step
-            )  # of a step that its own save has pruned: that process knows already that it is deleted
+            history.decider.forget(step)  # of a step that its own save has pruned: it is known to be deleted
             raise StepNotFoundError(
                 f"step {step} is in no tier of {storage.durable.url}; it cannot be deleted", step=step
             )
