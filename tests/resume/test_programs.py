@@ -289,7 +289,7 @@ import sys
 import jax, jax.numpy as jnp
 import ckptkit
 import mine
-program = compiled(jax.jit(mine.step), jnp.ones(8), cache=sys.argv[1])
+program = ckptkit.resume.compiled(jax.jit(mine.step), jnp.ones(8), cache=sys.argv[1])
 print(program.origin, program(jnp.ones(8))[0])  # and the process ends while the program is traced
 """
 
