@@ -19,7 +19,6 @@ from ckptkit.durable.orbax import files as orbax_files
 from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
 from ckptkit.durable.orbax.partial import names_in
-from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, strings_text
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
@@ -133,12 +132,7 @@ class PartWriter:
         if args.sidecar is not None:
             files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"] = args.sidecar
         if process == 0:
-            files[paths.TREE_METADATA] = orbax_files.tree_text(args.item, args.custom_metadata).encode()
-            for file, text in (
-                (paths.SHARDINGS, orbax_files.shardings_text(shards)),
-                (STRINGS_FILE, strings_text(_texts_of(args.item))),
-            ):
-                files |= {} if text is None else {file: text.encode()}
+            files |= orbax_files.tree_files(args.item, args.custom_metadata)
         return files
 
 
@@ -187,11 +181,6 @@ def sync(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _texts_of(tree: Any) -> dict[str, str]:
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(names_in(keypath)): leaf for keypath, leaf in flat if isinstance(leaf, str)}
 
 
 def _host_leaf(keypath: Any, leaf: Any) -> tuple[LeafRecord, list[tuple[Box, np.ndarray]]]:

@@ -45,8 +45,9 @@ def scrub_slots(arenas: Iterable[Arena], events: EventLog) -> SlotScrub:
     checked, damaged = 0, list[SlotDamage]()
     for arena in arenas:
         directory = arena.directory
-        for save_id in arena.held() if directory is not None else ():
-            assert directory is not None
+        if directory is None:
+            continue
+        for save_id in arena.held():
             problems = _problems(directory, save_id)
             if save_id not in arena.held():
                 continue

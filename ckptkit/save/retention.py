@@ -146,8 +146,8 @@ class Retention:
         changed = arena.resize(slots)
         self._protect(name)
         _log.info(
-            "tier %s: %d slots of %d bytes are %d bytes in this process. %d slots are for steps that are kept (%s), "
-            "the others for steps that are being written, read by slower tiers, or copied to other hosts",
+            "tier %s: %d slots of %d bytes are %d bytes in this process, %d for steps that are kept (%s), the others "
+            "for steps that are being written, read by slower tiers, or copied to other hosts",
             name,
             slots,
             slot_bytes,

@@ -231,12 +231,14 @@ def test_steps_that_orbax_writes_are_deleted_by_us(tmp_path: Path, monkeypatch: 
         np.testing.assert_array_equal(stock.restore(2)["w"], np.arange(3) + 2)
 
 
-def test_a_synchronous_save_raises_what_failed(tmp_path: Path) -> None:
-    """With `enable_async_checkpointing=False` a script counts on the step when `save` returns."""
+@pytest.mark.parametrize(("path", "error"), [(None, ckptkit.SaveFailedError), (BreakingPath, OSError)])
+def test_a_synchronous_save_raises_what_failed(path: Any, error: type[Exception], tmp_path: Path) -> None:
+    """With `enable_async_checkpointing=False` a script counts on the step when `save` returns. A step that Orbax writes
+    raises Orbax's own error."""
     Break.errors = {0: [full()]}
-    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, temporary_path_class=path)
     with ckptkit.CheckpointManager(tmp_path, options=options) as manager:
-        with pytest.raises(ckptkit.SaveFailedError):
+        with pytest.raises(error):
             manager.save(0, args=state(0))
         assert manager.save(1, args=state(1))
         assert manager.all_steps() == [1]

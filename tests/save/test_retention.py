@@ -170,7 +170,7 @@ def test_keep_by_bytes_sets_the_slot_count(job: Job, caplog: pytest.LogCaptureFi
     assert job.run(range(1, 9), ram={"keep": keep})["ram"] == [6, 7, 8]
     assert job.slot_files("ram") == 5
     assert (
-        f"tier ram: 5 slots of {SLOT_BYTES} bytes are {5 * SLOT_BYTES} bytes in this process. 3 slots are for"
+        f"tier ram: 5 slots of {SLOT_BYTES} bytes are {5 * SLOT_BYTES} bytes in this process, 3 for steps"
         in caplog.text
     )
     with job.manager(ram={"keep": keep}) as manager:

@@ -97,7 +97,7 @@ def read_sidecars(item: Place, processes: Iterable[int], *, extent: ManifestDept
         with readable(where):
             return process, under_name(Manifest.from_bytes(data, path=where, extent=extent), item.name)
 
-    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="ckptkit-inspect") as pool:
+    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="ckptkit-sidecars") as pool:
         return dict(pool.map(read, processes))
 
 

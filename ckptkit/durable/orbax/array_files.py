@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.durable.cells.writer import zarr_text
-from ckptkit.durable.orbax.files import array_metadatas_text, shardings_text, tree_text
+from ckptkit.durable.orbax.files import array_metadatas_text, tree_files
 from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.durable.orbax.partial import names_in
 from ckptkit.durable.orbax.shardings import sharding_text
-from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, strings_text
 from ckptkit.model import paths
 from ckptkit.model.manifest import LeafRecord
 
@@ -45,10 +44,9 @@ def _key_files(name: str, files: dict[str, bytes], words: dict[str, bool]) -> di
 
 def _tree_files(tree: Any) -> dict[str, bytes]:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    files, texts, stored = dict[str, bytes](), dict[str, str](), list[Any]()
+    files, stored = dict[str, bytes](), list[Any]()
     for keypath, leaf in leaves:
         if isinstance(leaf, str):
-            texts[".".join(names_in(keypath))] = leaf
             stored.append(leaf)
             continue
         record, block = _described(names_in(keypath), leaf)
@@ -57,12 +55,9 @@ def _tree_files(tree: Any) -> dict[str, bytes]:
         files[below + (".".join("0" * block.ndim) or "0")] = block.tobytes()
         stored.append(HostShards(record=record, blocks=[]) if isinstance(leaf, jax.Array) else leaf)
     shards = [leaf for leaf in stored if isinstance(leaf, HostShards)]
-    files[paths.TREE_METADATA] = tree_text(treedef.unflatten(stored), ocdbt=False).encode()
     if shards:
         files[f"{paths.ARRAY_METADATAS}/process_0"] = array_metadatas_text(shards, has_sidecar=False).encode()
-    for file, text in ((paths.SHARDINGS, shardings_text(shards)), (STRINGS_FILE, strings_text(texts))):
-        files |= {} if text is None else {file: text.encode()}
-    return files
+    return files | tree_files(treedef.unflatten(stored), ocdbt=False)
 
 
 def _described(path: tuple[str, ...], leaf: Any) -> tuple[LeafRecord, np.ndarray]:

@@ -21,8 +21,9 @@ from orbax.checkpoint._src.metadata.pytree_metadata_options import PYTREE_METADA
 from orbax.checkpoint._src.tree import utils as tree_utils
 
 from ckptkit.durable.orbax.host_shards import HostShards
+from ckptkit.durable.orbax.partial import names_in
 from ckptkit.durable.orbax.shardings import without_devices
-from ckptkit.durable.orbax.text_leaf import TEXT_TYPE
+from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, TEXT_TYPE
 from ckptkit.model import paths
 
 _TYPES = {
@@ -33,6 +34,19 @@ _TYPES = {
     bool: "scalar",
     str: TEXT_TYPE,
 }
+
+
+def tree_files(tree: Any, custom_metadata: Any = None, *, ocdbt: bool = True) -> dict[str, bytes]:
+    """The files that describe the whole of a tree, for which see `tree_text`: its structure, and its shardings and
+    texts where it has any."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    texts = {".".join(names_in(keypath)): leaf for keypath, leaf in flat if isinstance(leaf, str)}
+    files = {paths.TREE_METADATA: tree_text(tree, custom_metadata, ocdbt=ocdbt)}
+    if (shardings := shardings_text([leaf for _, leaf in flat if isinstance(leaf, HostShards)])) is not None:
+        files[paths.SHARDINGS] = shardings
+    if texts:
+        files[STRINGS_FILE] = json.dumps(texts)
+    return {name: text.encode() for name, text in files.items()}
 
 
 def tree_text(tree: Any, custom_metadata: Any = None, *, ocdbt: bool = True) -> str:

@@ -3,7 +3,6 @@ nodes without leaves."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
@@ -46,8 +45,3 @@ def with_plain_text(tree: Any, of_leaf: Callable[[Any], Any] = lambda leaf: leaf
 def can_be_stored(name: str) -> bool:
     """Whether Orbax finds a text by the name of its leaf: it is a pointer into JSON, in which two characters differ."""
     return "/" not in name and "~" not in name
-
-
-def strings_text(texts: dict[str, str]) -> str | None:
-    """The file with the texts of an item, by the names of their leaves; None where there are none."""
-    return json.dumps(texts) if texts else None
