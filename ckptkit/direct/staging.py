@@ -11,7 +11,7 @@ from ckptkit.direct.memory import StagingMemory
 from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.model.manifest import Manifest, SaveId, Writer
-from ckptkit.save.flusher import array_items
+from ckptkit.save.tiers import array_items
 from ckptkit.snapshot.copying import copy_shards
 from ckptkit.snapshot.describe import describe_items, with_digests
 from ckptkit.snapshot.items import save_items

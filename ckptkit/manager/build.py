@@ -39,7 +39,7 @@ from ckptkit.save.decider import Decider
 from ckptkit.save.ledger import Branch, Ledger
 from ckptkit.save.pipeline import SavePipeline
 from ckptkit.save.retention import Retention
-from ckptkit.save.worker import threads
+from ckptkit.save.threads import machinery
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.provenance import provenance_here
@@ -152,11 +152,12 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
                 provenance=provenance_here(settings.saving.revision, with_command=settings.saving.record_command),
             ),
             branch,
+            Decider(options, tiers, durable_infos(ledger, durable), coordinator),
             retention,
             settings.saving,
-            threads(coordinator, Stager(memory, device_bytes_max=settings.saving.device_copy_bytes_max)),
+            machinery(coordinator, Stager(memory, device_bytes_max=settings.saving.device_copy_bytes_max)),
+            inventory.repair_command,
         )
-        decider = Decider(options, tiers, durable_infos(ledger, durable), coordinator)
         opened.pop_all()
     return Components(
         job=job,
@@ -166,7 +167,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
             ledger=ledger,
             branch=branch,
             metadata_index=metadata_index,
-            decider=decider,
+            decider=pipeline.decider,
         ),
         restorer=restorer,
         pipeline=pipeline,

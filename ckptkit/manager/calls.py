@@ -32,7 +32,7 @@ class CollectiveCalls:
         name = f"{kind}-{next(self._numbers)}"
         try:
             yield name
-            self._pipeline.wait()
+            self._pipeline.threads.wait()
         except BaseException as error:
             self._pipeline.run(self._pipeline.withdraw(name, error))
             raise

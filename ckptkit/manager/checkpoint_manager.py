@@ -27,7 +27,7 @@ from ckptkit.manager.preemption import LastSaver
 from ckptkit.manager.restore import Resumer
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.run_account import RunAccount
-from ckptkit.manager.save import Request, Saver
+from ckptkit.manager.save import OrbaxArguments, Saver
 from ckptkit.manager.scrub import SlotScrub, scrub_slots
 from ckptkit.manager.settings import Settings, check_types
 from ckptkit.manager.subclass import warn_of_overrides
@@ -178,30 +178,31 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         began, step = Began(), saved_step_number(step)
         with (
             self._account.saving(step, self._pipeline.under_way) as account,
-            self._saver.entered(step) as call,
+            self._pipeline.entered(step) as call,
         ):
             self._resumer.refuse_while_pending("save")
             self._pipeline.outcomes.raise_failure(in_save=True)
             by_name, default_item = self._durable.stock.save_args(items, save_kwargs, args)
-            request = Request(
-                step=step,
-                args=by_name,
+            arguments = OrbaxArguments(
+                self._saver,
+                step,
+                by_name,
                 default_item=default_item,
                 metrics=metrics,
                 force=bool(force),
                 custom_metadata=custom_metadata,
-                start_s=began.monotonic_s,
             )
-            account.taken = self._saver.take(request, call)
+            account.taken = self._saver.take(call, arguments, start_s=began.monotonic_s)
             if not account.taken:
                 return False
         synchronous = not self._options.enable_async_checkpointing
         if synchronous:
             self.wait_until_finished()
         before_s, self._saved_s = self._saved_s, began.monotonic_s
-        if before_s is not None:
-            call.spans.fields["time_between_consecutive_saves_sec"] = began.monotonic_s - before_s
-        self._logger.log_entry(save_entry(began, step, self.directory, call.spans, synchronous=synchronous))
+        between_s = None if before_s is None else began.monotonic_s - before_s
+        assert call.save is not None
+        entry = save_entry(began, call.save, self.directory, synchronous=synchronous, between_s=between_s)
+        self._logger.log_entry(entry)
         return True
 
     def prepare(self, args: Any) -> None:
@@ -220,7 +221,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Whether `save(step)` would take the step for any tier. All processes ask together, as with `save`."""
         step = step_number(step)
         self._account.called(step, "should_save")
-        return self._saver.is_due(step)
+        return self._pipeline.is_due(step)
 
     def restore(
         self,
@@ -356,12 +357,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def is_saving_in_progress(self) -> bool:
         """Whether any tier is still being written."""
-        return self._pipeline.busy
+        return not self._pipeline.threads.idle
 
     def wait_until_finished(self) -> None:
         """Waits until every save that was taken is in all its tiers; raises `SaveFailedError` if one is not."""
         with self._account.waiting(self._pipeline.under_way):
-            self._pipeline.wait()
+            self._pipeline.threads.wait()
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
@@ -390,13 +391,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             if self._components.storage.link is not None:
                 ends.callback(self._components.storage.link.close)
             self._resumer.join(self._stall_s)
-            if not self._pipeline.run(self._pipeline.wait_or_stall(self._stall_s)):
+            if not self._pipeline.run(self._pipeline.threads.wait_or_stall(self._stall_s)):
                 left, join_s = described(self._pipeline.under_way.left()), _JOIN_S
                 raise SaveFailedError(
                     f"close: saves did not advance for {self._stall_s:g} s and are lost: {left}; look at the tier that "
                     "hangs, or raise ProcessOptions.timeout_s"
                 )
-            self._pipeline.wait()
+            self._pipeline.threads.wait()
             self._resumer.warn_if_not_durable()
 
     @property
@@ -479,4 +480,4 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         split into gradient and donating update, to call between the two. Raises nothing: a save that failed while it
         was staged is reported as any other.
         """
-        self._pipeline.wait_until_staged()
+        self._pipeline.threads.wait_until_staged()

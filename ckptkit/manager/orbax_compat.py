@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptkit.durable.orbax.manager import restore_statistics, save_statistics
 from ckptkit.model.paths import STEP_LIMIT
+from ckptkit.save.records import Save
 from ckptkit.util import clock
 
 
@@ -60,17 +61,25 @@ class Spans:
             self.fields[f"{name}_duration_secs"] = clock.monotonic_s() - began.monotonic_s
 
 
-def save_entry(began: Began, step: int, directory: Any, spans: Spans, *, synchronous: bool) -> dict[str, Any]:
-    """The entry of a `save` that returns now."""
+def save_entry(
+    began: Began, save: Save, directory: Any, *, synchronous: bool, between_s: float | None
+) -> dict[str, Any]:
+    """The entry of a `save` that returns now, and that began `between_s` after the one before."""
+    ahead_s = began.wall_s - began.monotonic_s  # of the wall clock
+    spans = {"wait_for_prev": (save.waiting_s, save.turn_s), "checkpointer_blocking": (save.turn_s, save.ended_s)}
+    fields = {f"{name}_start_time": begin_s + ahead_s for name, (begin_s, _) in spans.items()}
+    fields |= {f"{name}_duration_secs": end_s - begin_s for name, (begin_s, end_s) in spans.items()}
+    if between_s is not None:
+        fields["time_between_consecutive_saves_sec"] = between_s
     return save_statistics(
-        step=step,
+        step=save.step,
         directory=str(directory),
         synchronous=synchronous,
         checkpoint_manager_blocking_start_time=began.wall_s,
         checkpoint_manager_blocking_duration_secs=clock.monotonic_s() - began.monotonic_s,
         get_old_steps_start_time=clock.wall_s(),
         get_old_steps_duration_secs=0.0,  # a background thread finds them: no save waits for it
-        **spans.fields,
+        **fields,
     )
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ckptkit.errors import CheckpointError
 from ckptkit.events import Kind
 from ckptkit.job.coordination import ScopedCoordinator
 from ckptkit.manager.build import Components
-from ckptkit.manager.save import LastTurn, Request, Saver
+from ckptkit.manager.save import OrbaxArguments, Saver
 from ckptkit.manager.settings import Settings
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.last_save import LastSave, LastSavePlan, PreemptionPace, TierRates, plan_last_save
+from ckptkit.save.records import LastTurn
 from ckptkit.snapshot.items import save_items
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
@@ -47,37 +47,37 @@ class LastSaver:
         self._coordinator.begin(self._branch.enter(step, "save_last"))
         start_s = clock.monotonic_s()
         by_name, default_item = self._stock.save_args(None, None, args)
-        request = Request(
-            step=step,
-            args=by_name,
+        arguments = OrbaxArguments(
+            self._saver,
+            step,
+            by_name,
             default_item=default_item,
             metrics=metrics,
             force=True,
             custom_metadata=custom_metadata,
-            start_s=start_s,
         )
-        held = save_items(request.args)
+        held = save_items(by_name)
         size_bytes = 0 if isinstance(held, str) else self._pipeline.describe(held.trees).held_bytes
-        return self._save(request, size_bytes, grace_s)
+        return self._save(arguments, size_bytes, grace_s, start_s)
 
-    def _save(self, request: Request, size_bytes: int, grace_s: float) -> LastSave:
-        spent_s = self.pace.spent_s(clock.monotonic_s())
+    def _save(self, arguments: OrbaxArguments, size_bytes: int, grace_s: float, start_s: float) -> LastSave:
+        step, spent_s = arguments.step, self.pace.spent_s(clock.monotonic_s())
         plan, spent_s = self._agree(self._rates.needs_s(size_bytes), spent_s, grace_s)
         deadline = Deadline(max(_LEAST_S, grace_s - spent_s))
-        was_there = self._was_there(request.step, deadline)
-        tiers = self._lacking(request.step, plan.tiers, deadline) if was_there else plan.tiers
+        was_there = self._was_there(step, deadline)
+        tiers = self._lacking(step, plan.tiers, deadline) if was_there else plan.tiers
         if tiers:
             last = LastTurn(tiers=frozenset(tiers), deadline=deadline, again=was_there)
-            with self._saver.entered(request.step) as call:
-                self._saver.take(replace(request, last=last), call)
+            with self._pipeline.entered(step) as call:
+                self._saver.take(call, arguments, start_s=start_s, last=last)
         # A slow tier that is not done must not cost the step that faster ones have: nothing is raised here.
-        self._pipeline.run(self._pipeline.settle(deadline))
-        held = self._held(request.step)
+        self._pipeline.run(self._pipeline.threads.settle(deadline))
+        held = self._held(step)
         lacking = tuple(tier for tier in plan.tiers if tier not in held)
-        unfinished = lacking if self._pipeline.busy else ()
+        unfinished = () if self._pipeline.threads.idle else lacking
         why = "the step was saved before, and not to this tier"
         result = LastSave(
-            step=request.step,
+            step=step,
             tiers=tuple(tier for tier in self._tiers if tier in held),
             unfinished=unfinished,
             left_out={**plan.left_out, **(dict.fromkeys(lacking, why) if was_there and not unfinished else {})},
@@ -90,7 +90,7 @@ class LastSaver:
     def _was_there(self, step: int, deadline: Deadline) -> bool:
         """Whether this run has saved the step before, and not the branch that it left: the same on every process. A
         save that is in flight may have come too early, and be dropped: then this one is made."""
-        self._pipeline.run(self._pipeline.wait_decided(deadline))
+        self._pipeline.run(self._pipeline.threads.wait_decided(deadline))
         there = any(record.step == step for record in self._branch.records())
         wait_s = max(_ANSWER_S, deadline.left_s)
         return bool(self._coordinator.agree("last-save-there", there, any, timeout_s=wait_s))
@@ -98,14 +98,14 @@ class LastSaver:
     def _lacking(self, step: int, planned: Sequence[str], deadline: Deadline) -> Sequence[str]:
         """The tiers that a step is saved to once more, agreed by all processes: those of the plan that lack it, and the
         fastest. No tier is then newer than the fastest. None while a tier is still being written."""
-        self._pipeline.run(self._pipeline.settle(deadline))
+        self._pipeline.run(self._pipeline.threads.settle(deadline))
 
         def decide(values: list[Any]) -> list[str]:
             lacking = [tier for tier in planned if any(tier not in held for held, _ in values)]
             again = [tier for tier in planned if tier in lacking or (tier == self._tiers[0] != DURABLE)]
             return again if lacking and not any(busy for _, busy in values) else []
 
-        mine = [sorted(self._held(step)), self._pipeline.busy]
+        mine = [sorted(self._held(step)), not self._pipeline.threads.idle]
         return self._coordinator.agree("last-save-again", mine, decide, timeout_s=max(_ANSWER_S, deadline.left_s))
 
     def _held(self, step: int) -> set[str]:

@@ -142,7 +142,7 @@ class Resumer:
     def _refuse_unknown_item(self, step: int, args: Any, error: ValueError) -> None:
         """Raises `ItemNotFoundError` where `args` name an item that the step lacks. Waits for saves under way, and
         reads the metadata of the step."""
-        self._components.pipeline.wait()
+        self._components.pipeline.threads.wait()
         held = self._components.history.metadata_index.metadata(step).item_metadata
         if not isinstance(args, ocp.args.Composite) or not isinstance(held, Mapping):
             return

@@ -92,22 +92,31 @@ class Idle:
 
 
 @dataclass(slots=True)
+class Onto:
+    """The protocol goes on in the thread of a worker, after the jobs that this one has already. For who drives it, it
+    ends here, without a result."""
+
+    worker: Worker
+
+
+@dataclass(slots=True)
 class Sleep:
     """A pause."""
 
     seconds: float
 
 
-Effect = Do | Agree | Ask | Recall | Veto | SideBySide | Wait | Idle | Sleep
+Here = Do | Agree | Ask | Recall | Veto | SideBySide | Wait | Idle | Sleep
+Effect = Here | Onto
 SaveProtocol = Generator[Effect, Any, Any]
 
 
 def drive(protocol: SaveProtocol, coordinator: Coordinator) -> Any:
-    """Runs a protocol on this thread; returns or raises what it does.
+    """Runs a protocol on this thread; returns or raises what it does, or None once it goes on in another thread.
 
     An exception that arrives from outside (Ctrl-C) closes the protocol: its `finally` clauses run, and yield nothing.
     """
-    result, error = None, None
+    result, error, is_here = None, None, True
     try:
         while True:
             try:
@@ -116,14 +125,19 @@ def drive(protocol: SaveProtocol, coordinator: Coordinator) -> Any:
                 return done.value
             result = error = None
             try:
+                if isinstance(effect, Onto):
+                    is_here = False  # before it is queued: from then on it is the other thread's
+                    effect.worker.submit(lambda: protocol)
+                    return None
                 result = perform(effect, coordinator)
             except Exception as caught:  # noqa: BLE001  raised in the protocol, which handles it
-                error = caught
+                error, is_here = caught, True
     finally:
-        protocol.close()
+        if is_here:
+            protocol.close()
 
 
-def perform(effect: Effect, coordinator: Coordinator) -> Any:
+def perform(effect: Here, coordinator: Coordinator) -> Any:
     """The result of one effect."""
     match effect:
         case Do(_, act):

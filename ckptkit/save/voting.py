@@ -28,47 +28,49 @@ _REASONS_MAX = 4
 Held = Callable[[str], list[SaveId] | None]
 
 
-class TierWork(ABC):
-    """This process's work for one save in one tier. `Voting.run` calls each method once at most, in this order."""
+class SaveTier(ABC):
+    """One tier of saves on this process. `Voting.run` calls each method for a save once at most, in this order."""
 
-    def __init__(self, tier: str, channel: str, save: Save):
+    def __init__(self, name: str, channel: str):
         """`channel` is that of the tier's votes."""
-        self.tier, self.channel, self.save = tier, channel, save
+        self.name, self.channel = name, channel
 
     @abstractmethod
-    def act(self) -> SaveProtocol:
+    def copy(self, save: Save) -> SaveProtocol:
         """Copies the save and commits it here; this process refuses the save where it raises."""
 
-    def ballot(self) -> dict[str, Any]:
+    def ballot(self, save: Save) -> dict[str, Any]:
         """This process's value in the vote besides its refusal, as JSON."""
+        del save
         return {}
 
-    def decide(self, ballots: list[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str] | None]:
+    def decide(self, save: Save, ballots: list[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str] | None]:
         """On process 0: the verdict on these, and a refusal that follows from them."""
-        del ballots
+        del save, ballots
         return {}, None
 
-    def explain(self, verdict: Verdict) -> SaveProtocol:
+    def explain(self, save: Save, verdict: Verdict) -> SaveProtocol:
         """The verdict with a reason that is known only after the vote."""
+        del save
         return verdict
         yield
 
     @abstractmethod
-    def keep(self) -> None:
+    def keep(self, save: Save) -> None:
         """All processes hold the save in this tier."""
 
     @abstractmethod
-    def drop(self) -> None:
+    def drop(self, save: Save) -> None:
         """The save is left out of this tier: what was committed here goes."""
 
     @abstractmethod
-    def release(self) -> None:
+    def release(self, save: Save) -> None:
         """Nothing of the save is needed for this tier any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The verdict on a save for all processes: `refusal` None keeps it. `more` is the result of `TierWork.decide`."""
+    """The verdict on a save for all processes: `refusal` None keeps it. `more` is the result of `SaveTier.decide`."""
 
     refusal: Refusal | None
     more: dict[str, Any]
@@ -88,104 +90,106 @@ class Voting:
         self._process = process
         self._held = held
         self._order = order
-        self._undecided: dict[str, TierWork] = {}  # by channel
+        self._undecided: dict[str, tuple[SaveTier, Save]] = {}  # by channel
         self._lock = threading.RLock()
 
     @property
-    def undecided(self) -> Collection[TierWork]:
+    def undecided(self) -> Collection[tuple[SaveTier, Save]]:
         """The saves of which this process does not know the decision: at most one for each tier."""
         with self._lock:
             return list(self._undecided.values())
 
-    def run(self, work: TierWork, *, refusal: Refusal | None = None, gone: bool = True) -> Voted:
+    def run(self, tier: SaveTier, save: Save, *, refusal: Refusal | None = None, gone: bool = True) -> Voted:
         """Takes a save through one tier; the result is None where this process does not know the decision.
 
         `gone`: no other tier will hold a save that is refused here. Raises nothing but what comes from outside.
         """
         keeps = False
         try:
-            refusal = refusal or (yield from self.settle(work.channel))
+            refusal = refusal or (yield from self.settle(tier.channel))
             if refusal is None:
                 try:
-                    yield from work.act()
+                    yield from tier.copy(save)
                 except CoordinationError as error:  # process 0 has not come to this save: no verdict will come either
-                    self._outcomes.failed(work.save.save_id, work.tier, error)
-                    yield from self._veto(work, error)
-                    yield from self._conclude(work, work.drop)
+                    self._outcomes.failed(save.save_id, tier.name, error)
+                    yield from self._veto(tier, save, error)
+                    yield from self._conclude("drop", tier, save, tier.drop)
                     return None
                 except SaveFailedError as error:  # process 0 reports an earlier loss: this one is not a new failure
                     refusal = Refusal(policy="report", reason=describe(error))
                 except Exception as error:  # noqa: BLE001  voted on: a process that does not vote stops the others
-                    refusal = self._outcomes.refused(work.save, work.tier, error)
+                    refusal = self._outcomes.refused(save, tier.name, error)
             try:
-                verdict = yield from self._vote(work, refusal, gone=gone)
-                verdict = yield from work.explain(verdict)
+                verdict = yield from self._vote(tier, save, refusal, gone=gone)
+                verdict = yield from tier.explain(save, verdict)
             except CheckpointError as error:
-                self._outcomes.failed(work.save.save_id, work.tier, error)
+                self._outcomes.failed(save.save_id, tier.name, error)
                 # A save without process 0's decision is not committed; staging memory does not outlive the process.
-                keeps = refusal is None and self._process != 0 and work.tier != MEMORY
+                keeps = refusal is None and self._process != 0 and tier.name != MEMORY
                 if not keeps:
-                    yield from self._conclude(work, work.drop)
+                    yield from self._conclude("drop", tier, save, tier.drop)
                 return None
             if verdict.refusal is None:
-                yield from self._conclude(work, work.keep)
+                yield from self._conclude("keep", tier, save, tier.keep)
             else:
-                yield from self._conclude(work, work.drop)
-                self._outcomes.skipped(work.save.save_id, work.tier, verdict.refusal, gone=gone)
+                yield from self._conclude("drop", tier, save, tier.drop)
+                self._outcomes.skipped(save.save_id, tier.name, verdict.refusal, gone=gone)
             return verdict
         finally:
             if keeps:
-                self._leave_undecided(work)
+                self._leave_undecided(tier, save)
             else:
-                work.release()
+                tier.release(save)
             if self._process == 0:
-                self._log.passed(work.save.save_id, work.tier)
+                self._log.passed(save.save_id, tier.name)
 
-    def _veto(self, work: TierWork, error: Exception) -> SaveProtocol:
+    def _veto(self, tier: SaveTier, save: Save, error: Exception) -> SaveProtocol:
         """Puts this process's veto where process 0 finds it, if it comes yet, and waits for nobody."""
         ballot, judge = self.veto_of(error)
         try:
-            yield Veto(work.channel, work.save.name, ballot, judge)
+            yield Veto(tier.channel, save.name, ballot, judge)
         except CheckpointError:
             return
 
-    def _conclude(self, work: TierWork, act: Callable[[], None]) -> SaveProtocol:
+    def _conclude(self, what: str, tier: SaveTier, save: Save, act: Callable[[Save], None]) -> SaveProtocol:
         """Keeps or drops a save; what fails degrades the tier, and leaves the decision as it is."""
         try:
-            yield Do(act.__name__, act)
+            yield Do(what, lambda: act(save))
         except (CheckpointError, OSError) as error:
-            self._outcomes.degraded(work.save.save_id.step, work.tier, error)
+            self._outcomes.degraded(save.step, tier.name, error)
 
-    def _vote(self, work: TierWork, refusal: Refusal | None, *, gone: bool) -> Generator[Effect, Any, Verdict]:
+    def _vote(
+        self, tier: SaveTier, save: Save, refusal: Refusal | None, *, gone: bool
+    ) -> Generator[Effect, Any, Verdict]:
         """All processes' refusals of a save as one verdict; raises if the exchange fails."""
-        save_id, tier, held = work.save.save_id, work.tier, self._held(work.tier)
+        save_id, held = save.save_id, self._held(tier.name)
 
         def decide(ballots: list[Any]) -> dict[str, Any]:
             refused = joined([ballot and ballot["refusal"] for ballot in ballots])
-            more, why = work.decide([ballot and ballot["more"] for ballot in ballots])
+            more, why = tier.decide(save, [ballot and ballot["more"] for ballot in ballots])
             refused = refused or why
             kept = None
             if refused is None:
-                self._log.append(save_id, tier)
+                self._log.append(save_id, tier.name)
                 sets = [{tuple(save) for save in ballot["held"]} for ballot in ballots if ballot["held"] is not None]
                 kept = sorted(set.intersection(*sets)) if sets else None
             else:
-                self.losing(save_id, tier, refused[0], gone=gone)
+                self.losing(save_id, tier.name, refused[0], gone=gone)
             return {"refusal": refused, "more": more, "held": kept}
 
         ballot = {
             "refusal": None if refusal is None else [refusal.policy, refusal.reason],
-            "more": work.ballot(),
+            "more": tier.ballot(save),
             "held": None if held is None else [save.to_list() for save in held],
         }
         told = yield from self.agree(
-            work.channel, work.save.name, ballot, decide, lambda ballot: ballot["refusal"] is not None, settles=True
+            tier.channel, save.name, ballot, decide, lambda ballot: ballot["refusal"] is not None, settles=True
         )
         if told["refusal"] is not None:
             policy, reason = told["refusal"]
             return Verdict(refusal=Refusal(policy=policy, reason=reason), more=told["more"])
         if told["held"] is not None:
-            self._outcomes.keep_only(tier, [SaveId.from_list(save) for save in told["held"]])
+            self._outcomes.keep_only(tier.name, [SaveId.from_list(save) for save in told["held"]])
         return Verdict(refusal=None, more=told["more"])
 
     def agree(
@@ -254,48 +258,49 @@ class Voting:
     def settle(self, channel: str) -> Generator[Effect, Any, Refusal | None]:
         """Learns the decision on the save that is undecided here, or returns why the next one has to wait for it."""
         with self._lock:
-            work = self._undecided.get(channel)
-        if work is None:
+            undecided = self._undecided.get(channel)
+        if undecided is None:
             return None
-        if self._log.has_passed(work.save.save_id, work.tier):  # learnt before it was known to be undecided
+        tier, earlier = undecided
+        if self._log.has_passed(earlier.save_id, tier.name):  # learnt before it was known to be undecided
             self._learned()
             return None
         try:
-            found, told = yield Recall(channel, work.save.name)
+            found, told = yield Recall(channel, earlier.name)
         except CheckpointError:  # process 0 has decided: not committed
             found, told = True, None
         if found and (told is None or self._learn(told["news"])):
             self._learned(channel)
             return None
-        return Refusal(policy="veto", reason=f"the decision on step {work.save.save_id.step} is not known here yet")
+        return Refusal(policy="veto", reason=f"the decision on step {earlier.step} is not known here yet")
 
-    def _leave_undecided(self, work: TierWork) -> None:
+    def _leave_undecided(self, tier: SaveTier, save: Save) -> None:
         with self._lock:
-            self._undecided[work.channel] = work
+            self._undecided[tier.channel] = tier, save
 
     def _learned(self, channel: str | None = None) -> None:
         """A verdict of `channel` came: every earlier save of it is committed, or never will be. Of other channels the
         commits are known, and how far process 0 has come."""
         with self._lock:
             known = {
-                each: work
-                for each, work in self._undecided.items()
+                each: (tier, save)
+                for each, (tier, save) in self._undecided.items()
                 if each == channel
-                or self._log.has(work.save.save_id, work.tier)
-                or self._log.has_passed(work.save.save_id, work.tier)
+                or self._log.has(save.save_id, tier.name)
+                or self._log.has_passed(save.save_id, tier.name)
             }
             for each in known:
                 del self._undecided[each]
-        for work in known.values():
+        for tier, save in known.values():
             try:
-                if self._log.has(work.save.save_id, work.tier):
-                    work.keep()
+                if self._log.has(save.save_id, tier.name):
+                    tier.keep(save)
                 else:
-                    work.drop()
+                    tier.drop(save)
             except (CheckpointError, OSError) as error:
-                self._outcomes.degraded(work.save.save_id.step, work.tier, error)
+                self._outcomes.degraded(save.step, tier.name, error)
             finally:
-                work.release()
+                tier.release(save)
 
 
 def joined(refusals: Sequence[Sequence[str] | None]) -> list[str] | None:

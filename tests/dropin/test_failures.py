@@ -159,12 +159,12 @@ def test_durable_tier_failing_too_long_raises_at_save(tmp_path: Path, monkeypatc
     policy = ckptkit.FailurePolicy(max_age_s={"durable": 600})
     manager = manager_of(tmp_path, [], tiers=True, saving=ckptkit.SaveOptions(on_failure=policy))
     assert manager.save(0, args=state(0))
-    manager._pipeline.wait()
+    manager._pipeline.threads.wait()
     assert manager.save(1, args=state(1))  # not for long enough yet
-    manager._pipeline.wait()
+    manager._pipeline.threads.wait()
     monkeypatch.setattr("ckptkit.util.clock.monotonic_s", lambda: time.monotonic() + 700)
     assert manager.save(2, args=state(2))  # its loss shows how long it has been
-    manager._pipeline.wait()
+    manager._pipeline.threads.wait()
     with pytest.raises(ckptkit.SaveFailedError, match=r"step 3 is not saved: durable has committed no save for 70\d s"):
         manager.save(3, args=state(3))
     with suppress(ckptkit.SaveFailedError):
@@ -267,11 +267,11 @@ def test_busy_durable_tier_does_not_block_age_check_or_our_step(tmp_path: Path, 
         ),
     ) as manager:
         assert manager.save(0, args=args.PyTreeSave({"w": np.arange(3)}))
-        manager._pipeline._writer.drain()
+        manager._pipeline.threads.writer.drain()
         assert manager.save(1, args=args.PyTreeSave({"w": np.arange(3)})), (
             "decided before anybody knows that it comes too early"
         )
-        manager._pipeline._writer.drain()
+        manager._pipeline.threads.writer.drain()
         assert not go.is_set()
         threading.Timer(0.1, go.set).start()
         assert manager.save(2, args=args.PyTreeSave({"a/b": "text", "w": np.arange(3)}))

@@ -168,8 +168,8 @@ def test_refused_save_is_repeated_under_another_barrier_name(run: Run) -> None:
     """The barriers of the repeated save would be those that hold the veto of the first one."""
     with run.manager(save_every=1) as manager:
         names: list[str] = []
-        enter = manager._saver._branch.enter
-        manager._saver._branch.enter = lambda step: names.append(enter(step)) or names[-1]
+        enter = manager._pipeline._branch.enter
+        manager._pipeline._branch.enter = lambda step: names.append(enter(step)) or names[-1]
         assert manager.save(1, args=save_args(make_state(1), 1))
         with pytest.raises(TypeError, match="not JSON serializable"):
             manager.save(2, args=save_args(make_state(2), object()))  # pyright: ignore[reportArgumentType]

@@ -166,7 +166,7 @@ def test_failing_tier_is_paused_and_training_continues(server: BucketServer, run
     waited = [event.step for event in events if event.kind == ckptkit.Kind.STAGED and event.fields["waited_s"] > 0.3]
     assert len(waited) <= 2, waited
     assert len([event for event in events if event.kind == ckptkit.Kind.COMMITTED and event.tier == "ram"]) > 5
-    manager._pipeline.wait()
+    manager._pipeline.threads.wait()
     paused_at = step
     with pytest.raises(ckptkit.SaveFailedError):
         manager.check_for_errors()
@@ -174,7 +174,7 @@ def test_failing_tier_is_paused_and_training_continues(server: BucketServer, run
     while not any(event.kind == ckptkit.Kind.RECOVERED for event in events):
         step += 1
         save(manager, step)
-        manager._pipeline.wait()
+        manager._pipeline.threads.wait()
         time.sleep(0.05)
     with pytest.raises(ckptkit.SaveFailedError, match=r"tier is paused for \d\.\d s more, after 2 failed saves in"):
         manager.check_for_errors()

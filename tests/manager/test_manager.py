@@ -223,7 +223,7 @@ def test_step_without_a_free_slot_is_skipped_and_reported(run: Run, monkeypatch:
     with run.manager(save_every=100) as manager:
         assert manager.save(0, args=save_args(make_state(0), 0))  # Orbax's first save is always durable
         manager.wait_until_finished()
-        arena = manager._pipeline._tiers.staging
+        arena = manager._pipeline._targets.staging
         held = [slot for _ in range(3) if (slot := arena.acquire(4096)) is not None]
         assert len(held) == 2  # the third holds step 0, the newest committed one
         assert manager.save(1, args=save_args(make_state(1), 1))

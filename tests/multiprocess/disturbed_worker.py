@@ -129,7 +129,7 @@ class Worker:
             with suppress(Exception):
                 manager.wait_until_finished()
             raised = [self._save(manager, step) for step in (5, 6)]
-            leases = sum(slot.leases for slot in manager._pipeline._tiers.staging._slots)
+            leases = sum(slot.leases for slot in manager._pipeline._targets.staging._slots)
             return {"raised": raised, "held": _held(manager, 5), "leases": leases}
 
     def raises_early(self) -> Any:
@@ -145,7 +145,7 @@ class Worker:
                 bad: Any = ocp.args.JsonSave(object())  # pyright: ignore[reportArgumentType, reportCallIssue]
                 with suppress(ValueError):  # Orbax has no handler for it
                     manager.save(step, args=bad if self._disturbed else save_args(step))
-                manager._pipeline.wait()
+                manager._pipeline.threads.wait()
                 took_s.append(time.monotonic() - began_s)
             with suppress(Exception):
                 manager.check_for_errors()
@@ -182,13 +182,13 @@ class Worker:
 
         with self._manager("told", skipped_max=4) as manager:
             self._save(manager, 0)
-            arena = manager._pipeline._tiers.staging
+            arena = manager._pipeline._targets.staging
             if self._disturbed:
                 arena.commit = _refused
             for step in range(1, 20):
                 try:
                     manager.save(step, args=save_args(step))
-                    manager._pipeline._writer.drain()
+                    manager._pipeline.threads.writer.drain()
                 except ckptkit.SaveFailedError as error:
                     return {"step": step, "said": str(error)}
         return {"step": 20, "said": ""}

@@ -138,7 +138,7 @@ class Worker:
         with self.manager("auto") as manager:
             manager.save(10, args=save_args(10))
             manager.wait_until_finished()
-            arena = manager._pipeline._tiers.staging
+            arena = manager._pipeline._targets.staging
             taken = []
             while self._process == 1 and (slot := arena.acquire(1)) is not None:
                 taken.append(slot)

@@ -173,7 +173,7 @@ def test_durable_save_that_times_out_is_dropped_and_reported(tmp_path: Path) -> 
         job.save(10)
         assert gate.reached.wait(10)
         assert job.save(20)
-        job.manager._pipeline._writer.drain()
+        job.manager._pipeline.threads.writer.drain()
         assert job.said(Kind.SKIPPED, "policy", "reason") == [
             (20, "ram", "wait", "process 0: earlier saves were not done within 0.3 s")
         ]
@@ -188,9 +188,9 @@ def test_durable_tier_may_skip_instead_of_waiting(tmp_path: Path) -> None:
     with job.manager:
         job.save(10)
         assert gate.reached.wait(10)
-        job.manager._pipeline._writer.drain()
+        job.manager._pipeline.threads.writer.drain()
         job.save(20)
-        job.manager._pipeline._writer.drain()
+        job.manager._pipeline.threads.writer.drain()
         assert job.steps("ram") == [10, 20]
         assert job.said(Kind.SKIPPED, "policy", "reason") == [
             (20, "durable", "skip", "process 0: still writing an older step")
@@ -209,7 +209,7 @@ def test_step_skipped_by_every_tier_is_not_listed(tmp_path: Path) -> None:
         job.save(10)
         assert gate.reached.wait(10)
         job.save(20)
-        job.manager._pipeline._writer.drain()
+        job.manager._pipeline.threads.writer.drain()
         assert job.manager.all_steps() == [10]
         gate.open()
 
@@ -235,9 +235,9 @@ def test_one_snapshot_in_memory_without_a_ramdisk(tmp_path: Path) -> None:
     with job.manager:
         for step in range(0, 40, 5):
             job.save(step)
-            job.manager._pipeline._writer.drain()
+            job.manager._pipeline.threads.writer.drain()
         job.manager.wait_until_finished()
-        slots = job.manager._pipeline._tiers.staging._slots
+        slots = job.manager._pipeline._targets.staging._slots
         assert len(slots) == 1
         slot_bytes = job.manager._pipeline.describe(_items().trees).slot_bytes
         assert slots[0].memory.nbytes == slot_bytes
@@ -279,7 +279,7 @@ def test_save_whose_vote_fails_on_process_0_is_dropped(tmp_path: Path, monkeypat
                 job.save(step)
                 with pytest.raises(ckptkit.SaveFailedError, match="process 1 did not join"):
                     job.manager.wait_until_finished()
-        arena = job.manager._pipeline._tiers.staging
+        arena = job.manager._pipeline._targets.staging
         assert not any(slot.leases for slot in arena._slots)
         assert [save.step for save in arena.held()] == [0]
         job.save(6)
@@ -317,7 +317,7 @@ def test_dropped_save_releases_its_slot_if_discard_fails(tmp_path: Path, monkeyp
     """A ramdisk that fails for a moment would lose a slot for good: soon none is left, and no save succeeds."""
     job = Job(tmp_path, save_every=10**6)
     coordinator = job.manager._pipeline._coordinator
-    arena = job.manager._pipeline._tiers.staging
+    arena = job.manager._pipeline._targets.staging
 
     def no_room(_: str, ballot: Any, decide: Callable[[list[Any]], Any], **__: Any) -> Any:
         ballot["value"]["refusal"] = ["veto", "no room"]

@@ -16,32 +16,32 @@ from ckptkit.save.commit_log import CommitLog
 from ckptkit.save.ledger import Ledger
 from ckptkit.save.protocol import Do, SaveProtocol, drive
 from ckptkit.save.records import Refusal
-from ckptkit.save.voting import TierWork, Voting, joined
+from ckptkit.save.voting import SaveTier, Voting, joined
 from tests.job.fake_service import FakeJob
 
 
 @final
-class Work(TierWork):
-    """A save whose acts are written down; `error` is what committing it here raises."""
+class Work(SaveTier):
+    """A tier, with one save whose acts are written down; `error` is what committing it here raises."""
 
     def __init__(self, step: int, error: Exception | None = None, tier: str = "ram"):
-        save: Any = SimpleNamespace(save_id=SaveId(1, step, step), name=f"0.{step}.0")
-        super().__init__(tier, {"ram": "commit", "ssd": "disk-commit"}[tier], save)
+        super().__init__(tier, {"ram": "commit", "ssd": "disk-commit"}[tier])
+        self.save: Any = SimpleNamespace(save_id=SaveId(1, step, step), step=step, name=f"0.{step}.0")
         self.done: list[str] = []
         self._error = error
 
-    def act(self) -> SaveProtocol:
-        yield Do("commit here", lambda: self.done.append("act"))
+    def copy(self, save: Any) -> SaveProtocol:
+        yield Do("commit here", lambda: self.done.append("copy"))
         if self._error is not None:
             raise self._error
 
-    def keep(self) -> None:
+    def keep(self, save: Any) -> None:
         self.done.append("keep")
 
-    def drop(self) -> None:
+    def drop(self, save: Any) -> None:
         self.done.append("drop")
 
-    def release(self) -> None:
+    def release(self, save: Any) -> None:
         self.done.append("release")
 
 
@@ -65,7 +65,7 @@ class Process:
         self.voting = Voting(log, outcomes, coordinator.process, lambda _: None)
 
     def run(self, work: Work, refusal: Refusal | None = None) -> Any:
-        return drive(self.voting.run(work, refusal=refusal), self.coordinator)
+        return drive(self.voting.run(work, work.save, refusal=refusal), self.coordinator)
 
     @property
     def steps(self) -> list[int]:
@@ -109,11 +109,11 @@ def test_save_is_kept_by_all_or_dropped_by_all(pair: Pair) -> None:
     """A step that one process holds and another does not would be restored in halves."""
     for errors in ((None, OSError("full")), (OSError("full"), None)):
         works = pair.save(1, errors)
-        assert [work.done for work in works] == [["act", "drop", "release"]] * 2
+        assert [work.done for work in works] == [["copy", "drop", "release"]] * 2
         number = errors.index(None) ^ 1
         assert pair.processes[0].reports[-1] == ("skipped", 1, f"process {number}: full")
         assert pair.processes[1].reports[-1] == pair.processes[0].reports[-1]
-    assert [work.done for work in pair.save(2)] == [["act", "keep", "release"]] * 2
+    assert [work.done for work in pair.save(2)] == [["copy", "keep", "release"]] * 2
     assert [process.steps for process in pair.processes] == [[2], [2]]
 
 
@@ -121,12 +121,12 @@ def test_missed_verdict_is_read_before_the_next_save(pair: Pair) -> None:
     """A process that missed a commit would never free its slot, and list other steps than the others."""
     pair.missed = ["0.1.0"]
     works = pair.save(1)
-    assert works[0].done == ["act", "keep", "release"]
-    assert works[1].done == ["act"], "it is neither kept nor dropped before the decision is known"
+    assert works[0].done == ["copy", "keep", "release"]
+    assert works[1].done == ["copy"], "it is neither kept nor dropped before the decision is known"
     assert len(pair.processes[1].voting.undecided) == 1
     pair.missed = []
-    assert [work.done for work in pair.save(2)] == [["act", "keep", "release"]] * 2
-    assert works[1].done == ["act", "keep", "release"]
+    assert [work.done for work in pair.save(2)] == [["copy", "keep", "release"]] * 2
+    assert works[1].done == ["copy", "keep", "release"]
     assert len(pair.processes[1].voting.undecided) == 0
     assert [process.steps for process in pair.processes] == [[1, 2], [1, 2]]
 
@@ -139,7 +139,7 @@ def test_undecided_save_vetoes_the_next_until_it_is_known(pair: Pair) -> None:
     assert second[1].done == ["drop", "release"], "nothing more is held"
     reason = "process 1: the decision on step 1 is not known here yet"
     assert [process.reports[-1] for process in pair.processes] == [("skipped", 2, reason)] * 2
-    assert first[1].done == ["act", "keep", "release"]
+    assert first[1].done == ["copy", "keep", "release"]
     assert [work.done[-2:] for work in pair.save(3)] == [["keep", "release"]] * 2
     assert [process.steps for process in pair.processes] == [[1, 3], [1, 3]]
 
@@ -153,7 +153,7 @@ def test_save_without_a_verdict_is_settled_by_a_vote_on_another_tier(pair: Pair,
     def vote_alone() -> None:
         pair.missed, pair.processes[1].coordinator.timeout_s = ["disk-commit/0.1.0"], 0.1
         pair.processes[1].run(works[1])
-        assert works[1].done == ["act"]
+        assert works[1].done == ["copy"]
         pair.missed = []
 
     pair.job.service.gone = {1}
@@ -165,10 +165,10 @@ def test_save_without_a_verdict_is_settled_by_a_vote_on_another_tier(pair: Pair,
     if late:
         vote_alone()
     else:
-        assert works[1].done == ["act", "drop", "release"]
+        assert works[1].done == ["copy", "drop", "release"]
     pair.missed = ["disk-commit/0.1.0"]
-    assert [work.done for work in pair.save(3, tier="ssd")] == [["act", "keep", "release"]] * 2
-    assert [work.done for work in works] == [["act", "drop", "release"]] * 2
+    assert [work.done for work in pair.save(3, tier="ssd")] == [["copy", "keep", "release"]] * 2
+    assert [work.done for work in works] == [["copy", "drop", "release"]] * 2
 
 
 def test_failed_verdict_drops_an_undecided_save(pair: Pair) -> None:
@@ -176,25 +176,25 @@ def test_failed_verdict_drops_an_undecided_save(pair: Pair) -> None:
     pair.job.service.gone = {1}
     works = [Work(1), Work(1)]
     pair.processes[0].run(works[0])  # process 1 is late
-    assert works[0].done == ["act", "drop", "release"]
+    assert works[0].done == ["copy", "drop", "release"]
     assert pair.processes[0].reports[-1][:2] == ("failed", 1)
     pair.processes[1].run(works[1])
-    assert works[1].done == ["act"]
+    assert works[1].done == ["copy"]
     pair.job.service.gone = set()
     assert [work.done[-1] for work in pair.save(2)] == ["release"] * 2
-    assert works[1].done == ["act", "drop", "release"]
+    assert works[1].done == ["copy", "drop", "release"]
     assert [process.steps for process in pair.processes] == [[2], [2]]
 
 
 def test_error_in_keep_leaves_the_decision_as_it_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails after the vote would make one process call a committed save lost."""
 
-    def full(_: Work) -> None:
+    def full(*_: Any) -> None:
         raise OSError("full")
 
     monkeypatch.setattr(Work, "keep", full)
     works = pair.save(1)
-    assert [work.done for work in works] == [["act", "release"]] * 2
+    assert [work.done for work in works] == [["copy", "release"]] * 2
     assert [process.reports for process in pair.processes] == [[("degraded", 1, "full")]] * 2
     assert [process.steps for process in pair.processes] == [[1], [1]]
 
@@ -202,7 +202,7 @@ def test_error_in_keep_leaves_the_decision_as_it_is(pair: Pair, monkeypatch: pyt
 def test_interrupt_within_a_vote_releases_the_slot(pair: Pair) -> None:
     """Ctrl-C would leave a slot leased."""
     work = Work(1)
-    protocol = pair.processes[0].voting.run(work)
+    protocol = pair.processes[0].voting.run(work, work.save)
     next(protocol)
     protocol.close()
     assert work.done == ["release"]

@@ -13,13 +13,13 @@ from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.job.meeting import _VERDICT_SPARE_S, Delete, Get, Listing, Now, Pause, Put
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
-from ckptkit.save.protocol import Agree, Ask, Do, Idle, Recall, SideBySide, Sleep, Veto, Wait
+from ckptkit.save.protocol import Agree, Ask, Do, Idle, Onto, Recall, SideBySide, Sleep, Veto, Wait
 from ckptkit.store import MemoryStore
 from ckptkit.util import clock
 from ckptkit.util.notice import Promise
 from tests.simulation.ages import watch_ages
 from tests.simulation.plan import Fault, Plan
-from tests.simulation.process import Forever, SimProcess, Until
+from tests.simulation.process import Forever, Part, SimProcess, Until
 from tests.simulation.scheduler import PENDING, Scheduler, Task, Violation
 from tests.simulation.service import Service
 from tests.simulation.storage import Medium, Root
@@ -375,7 +375,13 @@ class SimJob:
             return scheduler.wait(task, lambda: effect.worker.idle, effect.timeout_s)
         if kind is Until:
             return scheduler.wait(task, effect.condition, effect.timeout_s)
-        if kind is Sleep:
+        if kind is Onto:
+            protocol = task.stack.pop()
+            effect.worker.submit(lambda: protocol)
+            return None
+        if kind is Part:
+            task.stack.append(effect.protocol)
+        elif kind is Sleep:
             scheduler.resume(task, delay_s=effect.seconds)
         elif kind is not Forever:
             task.stack.append(self._exchange(task.process, effect))

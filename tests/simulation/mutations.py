@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
-from ckptkit.model.tiers import SSD
 from ckptkit.save.commit_log import CommitLog
-from ckptkit.save.flusher import Flusher
+from ckptkit.save.flow import SaveFlow
 from ckptkit.save.health import SaveHealth
 from ckptkit.save.ledger import Branch
-from ckptkit.save.pipeline import SavePipeline
-from ckptkit.save.protocol import Do, SaveProtocol
-from ckptkit.save.records import Save, Snapshot
-from ckptkit.save.voting import TierWork, Voting
+from ckptkit.save.protocol import Do, Onto, SaveProtocol
+from ckptkit.save.records import Save
+from ckptkit.save.tiers import DiskTier, SlotTier
+from ckptkit.save.voting import SaveTier, Voting
 from ckptkit.util import clock
 from tests.mutating import all_of
 from tests.mutating import mutated as of_these
@@ -24,16 +22,16 @@ from tests.mutating import mutated as of_these
 
 def _undecided_for_ever() -> Any:
     """Each save without a verdict keeps its slot until a later one is committed; none is ever committed."""
-    kept: list[TierWork] = []
+    kept: list[tuple[SaveTier, Save]] = []
 
     def settle(self: Voting, channel: str) -> Any:
         del self, channel
         return None
         yield
 
-    def leave(self: Voting, work: TierWork) -> None:
+    def leave(self: Voting, tier: SaveTier, save: Save) -> None:
         del self
-        kept.append(work)
+        kept.append((tier, save))
 
     return mock.patch.multiple(Voting, settle=settle, _leave_undecided=leave)
 
@@ -61,10 +59,10 @@ def _books_are_local() -> Any:
 
     vote = Voting._vote
 
-    def voted(self: Voting, work: TierWork, refusal: Any, *, gone: bool) -> Any:
-        verdict = yield from vote(self, work, refusal, gone=gone)
+    def voted(self: Voting, tier: SaveTier, save: Save, refusal: Any, *, gone: bool) -> Any:
+        verdict = yield from vote(self, tier, save, refusal, gone=gone)
         if verdict.refusal is None and self._process != 0:
-            self._log.append(work.save.save_id, work.tier)
+            self._log.append(save.save_id, tier.name)
         return verdict
 
     def stay(self: Branch, state: Any) -> None:
@@ -79,45 +77,42 @@ def _books_are_local() -> Any:
 
 def _staging_on_the_caller() -> Any:
     """The copy runs in the caller's own frame, and an interrupt ends it between the lease and the hand-over."""
+    flow = SaveFlow.save
 
-    def submit(self: SavePipeline, ticket: Any, items: Any, description: Any, due: Any, *rest: Any) -> SaveProtocol:
-        metrics, start_s, turn = rest
-        save = Save(
-            ticket=ticket,
-            items=replace(items, trees={}, inline={}, durable={}),
-            description=description,
-            due=due,
-            forced=turn.forced,
-            metrics=metrics,
-            snapshot=None,
-            staged_s=start_s,
-        )
-        slot, refusal = yield from self._admit(save, turn)
-        snapshot = None if slot is None else (yield from _staged_without_care(self, save, items, slot))
-        save = replace(save, items=replace(items, trees={}), snapshot=snapshot)
-        self._ledger.begin(save.save_id)
-        self._hand_over(save, refusal)
+    def save(self: SaveFlow, save: Save) -> SaveProtocol:
+        steps, answer = flow(self, save), None
+        while True:
+            try:
+                effect = steps.send(answer)
+            except StopIteration as done:
+                return done.value
+            answer = None
+            if not (isinstance(effect, Onto) and effect.worker is self._threads.stager):
+                answer = yield effect
 
-    return mock.patch.object(SavePipeline, "submit", submit)
+    return all_of(mock.patch.object(SaveFlow, "save", save), mock.patch.object(SlotTier, "stage", _staged_without_care))
 
 
-def _staged_without_care(pipeline: SavePipeline, save: Any, items: Any, slot: Any) -> SaveProtocol:
-    """`SavePipeline._begin_staging` without its handler."""
-    disk = pipeline.flusher.begin_disk(save, slot, (), save.description.slot_bytes) if SSD in save.due else None
-    begin = pipeline._machinery.begin_staging
-    begun = yield Do("stage", lambda: begin("auto", save.description, items.trees, slot.memory, None, []))
-    return Snapshot(slot=slot, staging=begun, disk=disk, local_replicas=())
+def _staged_without_care(self: SlotTier, save: Save) -> SaveProtocol:
+    """`SlotTier.stage` without its handler."""
+    slot = save.slot
+    if slot is None:
+        return
+    for tier in self.slower:
+        tier.begin_early(save)
+    begin = self._begin_staging
+    save.staging = yield Do("stage", lambda: begin("auto", save.description, save.items.trees, slot.memory, None, []))
 
 
 def _no_veto() -> Any:
     """A process that raises in `save` tells nobody."""
 
-    def veto(self: SavePipeline, name: str, error: BaseException) -> SaveProtocol:
+    def veto(self: SaveFlow, name: str, error: BaseException) -> SaveProtocol:
         del self, name, error
         return
         yield
 
-    return mock.patch.object(SavePipeline, "veto", veto)
+    return mock.patch.object(SaveFlow, "veto", veto)
 
 
 def _errors_without_end() -> Any:
@@ -144,11 +139,11 @@ def _ages_by_the_clock() -> Any:
 def _disk_unpromised() -> Any:
     """A save that is staged meanwhile takes the disk that all processes have voted to give to an earlier one."""
 
-    def promise(self: Flusher, save: Save) -> bool:
+    def promise(self: DiskTier, save: Save) -> bool:
         del save
-        return self._disk.idle
+        return self.worker.idle
 
-    return mock.patch.object(Flusher, "_promise_disk", promise)
+    return mock.patch.object(DiskTier, "_promise", promise)
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {

@@ -19,12 +19,11 @@ from ckptkit.restore.inventory import Held, is_whole
 from ckptkit.restore.plan import rank_candidates
 from ckptkit.save.ledger import Branch, Ledger
 from ckptkit.save.pipeline import SavePipeline
-from ckptkit.save.protocol import Agree, Ask, Do, Machinery, SaveProtocol
-from ckptkit.save.records import PeerCopies, SaveTargets, Ticket
+from ckptkit.save.protocol import Agree, Ask, Do, Machinery, SaveProtocol, Wait
+from ckptkit.save.records import PeerCopies, Save, SaveTargets
 from ckptkit.save.retention import Retention
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems
-from ckptkit.util import clock
 from tests.simulation.scheduler import Task, Violation
 from tests.simulation.storage import PART_BYTES, SimArena, SimDiskCopy, SimDurable
 
@@ -40,6 +39,31 @@ class Until:
 
     def __init__(self, condition: Callable[[], Any], timeout_s: float | None = None):
         self.condition, self.timeout_s = condition, timeout_s
+
+
+class Part:
+    """A protocol that may go on in another task; the result is then None."""
+
+    def __init__(self, protocol: SaveProtocol):
+        self.protocol = protocol
+
+
+class _Arguments:
+    """The content of a save: which call of the job staged it, and on which process."""
+
+    def __init__(self, content: Content):
+        self._content: Any = content
+
+    def check(self) -> None:
+        """See `Arguments.check`."""
+
+    def collect(self, save: Save) -> None:
+        """See `Arguments.collect`."""
+        content = {"content": self._content}
+        save.items, save.description = SaveItems(trees=content, inline={}, durable=content), _NOTHING
+
+    def begin_by_orbax(self, save_id: SaveId) -> None:
+        """See `Arguments.begin_by_orbax`."""
 
 
 class Forever:
@@ -79,7 +103,7 @@ class SimWorker:
         while self._jobs:
             steps = self._jobs.pop(0)()
             if steps is not None:
-                yield from steps
+                yield Part(steps)
 
 
 @final
@@ -152,7 +176,7 @@ class SimProcess:
         elif kind == "caught up":
             self.job.caught_up(self)
         elif kind == "settle":
-            yield Until(lambda: not self.pipeline.busy)
+            yield Until(lambda: self.pipeline.threads.idle)
 
     def _timed(self, name: str, steps: Any) -> Any:
         began_s = self.job.scheduler.now_s
@@ -209,6 +233,7 @@ class SimProcess:
             Job(coordinator=self, events=_Unheard()),  # pyright: ignore[reportArgumentType]
             Writer(process=self.index, count=self.count, host=self.host.name),
             self.branch,
+            self,  # pyright: ignore[reportArgumentType]
             retention,
             SaveOptions(on_failure=policy, replicas=None, in_flight_max=in_flight_max),
             Machinery(
@@ -255,29 +280,46 @@ class SimProcess:
                 self.arenas[RAM].write(slot, trees["content"])
         return SimpleNamespace(strategy=choice, reason="simulated", finish=dict, computing_s=0.0)
 
-    def _save(self, step: int, due: frozenset[str], nonce: str, asks: bool) -> SaveProtocol:
-        """As `Saver.entered` and `Saver.take`."""
-        name, handed_over = self.branch.enter(step), False
+    def _save(self, step: int, due: frozenset[str], nonce: str, asks: bool) -> Any:
+        """As `SavePipeline.entered` and `SavePipeline.save`."""
+        name, save = self.branch.enter(step), None
         try:
             yield Do("user code", lambda: None)
             if asks:
                 yield Ask("decision", name, lambda: True)
-            self.pipeline.outcomes.health.raise_if_overdue(step)
             self.pipeline.outcomes.raise_failure(in_save=True)
-            if any(record.step == step for record in self.branch.records()):
-                raise ValueError(f"step {step} exists")
-            turn = yield from self.pipeline.await_turn(due, must_wait=False)
-            ticket = Ticket(name=name, save_id=self.branch.next_save(name, step))
-            handed_over = True
-            content = (nonce, self.index)
-            items = SaveItems(trees={"content": content}, inline={}, durable={"content": content})  # pyright: ignore[reportArgumentType]
-            yield from self.pipeline.submit(ticket, items, _NOTHING, due, None, clock.monotonic_s(), turn)
+            self.due_now = due
+            save = Save(name=name, step=step, arguments=_Arguments((nonce, self.index)), force=False)
+            taken = yield Part(self.pipeline.flow.save(save))
+            if taken is None:
+                yield Wait(save.returned)
         except GeneratorExit:  # the process was killed
             raise
         except BaseException as error:
-            if not handed_over:
-                yield from self.pipeline.veto(name, error)
+            if save is not None:
+                self.pipeline.flow.take_back(save)
+            if save is None or not save.is_voted:
+                yield from self.pipeline.flow.veto(name, error)
             raise
+
+    # What the flow asks of the deciding policies: the plan of the run has decided.
+
+    def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
+        """See `Decider.refusal`."""
+        return None
+
+    def due(self, step: int, **asked: Any) -> frozenset[str]:
+        """See `Decider.due`."""
+        return self.due_now
+
+    def taken(self, step: int, due: frozenset[str], metrics: Any = None) -> None:
+        """See `Decider.taken`."""
+
+    def not_taken(self, step: int) -> None:
+        """See `Decider.not_taken`."""
+
+    def forget(self, step: int) -> None:
+        """See `Decider.forget`."""
 
     def _restore(self, step: int | None = None) -> Any:
         """As `CollectiveCalls.entered` and `Restorer.restore`."""
@@ -294,7 +336,7 @@ class SimProcess:
     def _restored(self, name: str, step: int | None) -> Any:
         try:
             yield Do("user code", lambda: None)
-            yield Until(lambda: not self.pipeline.busy)
+            yield Until(lambda: self.pipeline.threads.idle)
         except GeneratorExit:  # the process was killed
             raise
         except BaseException as error:

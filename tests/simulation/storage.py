@@ -217,6 +217,7 @@ class SimDurable:
         self._parts: dict[str, dict[int, Any]] = {}
         self._kept: list[int] = sorted(root.steps)
         self.shared: dict[str, int] = {}
+        self.stock = SimpleNamespace(orbax=SimpleNamespace(reached_preemption=lambda step: False))
         self.pace = SimpleNamespace(taken_bytes=0, begin_urgent=lambda save_id: None, end_urgent=lambda save_id: None)
 
     def save(

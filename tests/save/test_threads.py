@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptkit.save.worker import Worker
+from ckptkit.save.threads import Worker
 
 LONG_S = 60.0  # only ever waited out by a test that fails
 
