@@ -1,4 +1,4 @@
-"""The observers of a run that each manager adds to its event log: they log lines, and report to `jax.monitoring`."""
+"""The observers that a manager adds to its event log: they log lines, and report to `jax.monitoring`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _UNREPORTED = frozenset({Kind.CALLED, Kind.PHASE})  # often, and without a lengt
 
 
 def observe_run(events: EventLog, process: int, url: str, *, asynchronous: bool) -> None:
-    """Logs and reports every event from now on, of a manager of process `process` over the root at `url`.
+    """Logs and reports every event from now on; the manager is in process `process`, its durable root at `url`.
 
-    Several managers over one log do it once, as the first of them. Orbax's names: process 0 alone, as in Orbax.
+    Adds nothing that another manager has added to the same log. Only process 0 reports Orbax's names, as in Orbax.
     """
     observers: dict[str, Callable[[Event], None]] = {"log lines": _LogLines(process), "jax.monitoring": _report_event}
     if process == 0:
