@@ -26,7 +26,6 @@ from ckptkit.snapshot.items import SaveItems, abstract_items, as_it_is, save_ite
 from ckptkit.snapshot.json_values import require_json, require_json_dict
 from ckptkit.snapshot.shards import PINNED
 from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
-from ckptkit.util import clock
 
 _RESTORE_FOLLOWS_S = 1.0  # at most, after `prepare` of a run that has steps
 
@@ -57,8 +56,8 @@ class Saver:
             start_s=start_s,
         )
         taken = self.pipeline.save(call, save)
-        save.ended_s = clock.monotonic_s()
         if taken:
+            save.spans.ended("checkpointer_blocking", save.turn_s)
             self._metadata_index.taken(save.step, save.metrics)
         return taken
 

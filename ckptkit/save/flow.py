@@ -205,6 +205,7 @@ class SaveFlow:
             yield from self._threads.wait_fast(Deadline(last.left_s / 2))
         elif save.waits and not save.in_time and not save.must_wait and self._durable.failing:
             save.waits, save.in_time, save.deadline = False, True, Deadline(0.0)
+        save.spans.ended("wait_for_prev", save.waiting_s)
         save.turn_s = clock.monotonic_s()
         save.waited_s = save.turn_s - save.waiting_s
         if save.waited_s > _SAID_AFTER_S:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, final
 
 from ckptkit.durable.lifecycle.epochs import EpochRecords
+from ckptkit.durable.orbax.reports import Spans
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError
 from ckptkit.model.manifest import Manifest, SaveId, Writer, custom_digest
@@ -97,7 +98,7 @@ class Save:
     returned: Promise[None] = field(default_factory=Promise)  # the caller may donate its arrays
     loan: Loan = field(default_factory=lambda: Loan())
     is_handed_over: bool = False  # to the threads
-    ended_s: float = 0.0  # when the call returned
+    spans: Spans = field(default_factory=Spans)  # for the entry of Orbax's logger
     is_voted: bool = False  # the call raises, and the save is voted on all the same
 
     # Staged. `slot` is None where this process has no room for the save, or raised.
