@@ -11,10 +11,9 @@ from ckptkit.direct.memory import StagingMemory
 from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.model.manifest import Manifest, SaveId, Writer
-from ckptkit.save.tiers import array_items
 from ckptkit.snapshot.copying import copy_shards
 from ckptkit.snapshot.describe import describe_items, with_digests
-from ckptkit.snapshot.items import save_items
+from ckptkit.snapshot.items import array_items, save_items
 from ckptkit.snapshot.provenance import provenance_here
 from ckptkit.snapshot.shards import local_shards
 

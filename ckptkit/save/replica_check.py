@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +13,11 @@ from typing import Any, final
 from ckptkit.errors import CheckpointError, ReplicaMismatchError
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import FILES, SaveId
 from ckptkit.model.policies import DIFFERENCES_NAMED, ReplicaPolicy
 from ckptkit.save.outcomes import Outcomes
 from ckptkit.save.protocol import Agree, Effect, Veto
+from ckptkit.save.records import Save
 from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.replicas import (
     BoxHolders,
@@ -292,3 +295,30 @@ def _words(found: Mapping[str, Any]) -> str:
         for each in found["holders"][:4]
     ]
     return f"leaf {found['item']}:{found['leaf']}, box {tuple(start)} to {tuple(stop)}: {'; '.join(who)}"
+
+
+def host_values(save: Save, digests: Mapping[int, Digests]) -> dict[str, str]:
+    """A hash of what each item has in host memory (NumPy leaves, numbers, JSON), by item: at most 50 bytes each. A
+    data iterator, and files that a handler wrote, are each process's own."""
+    parts: dict[str, list[Any]] = {}
+    for name, value in save.items.inline.items():
+        if value["kind"] not in ("grain", FILES):
+            parts.setdefault(name, []).append(value)
+    numbers = iter(range(len(save.description.extents)))
+    for name, sources in save.description.items.items():
+        for source in sources:
+            of_boxes = [digests.get(next(numbers)) for _ in source.record.boxes]
+            if source.record.kind != "jax" and name not in save.items.files and of_boxes:
+                parts.setdefault(name, []).append([*source.record.path, *(list(each or ()) for each in of_boxes)])
+    return {name: hashlib.sha256(json.dumps(each).encode()).hexdigest()[:12] for name, each in parts.items()}
+
+
+def differing_host_values(ballots: Sequence[Mapping[str, Any] | None]) -> dict[str, int]:
+    """The items whose values in host memory are not those of process 0, each with the first process that differs."""
+    first, *others = [(ballot or {}).get("host") or {} for ballot in ballots]
+    found: dict[str, int] = {}
+    for process, values in enumerate(others, start=1):
+        for name in first.keys() & values.keys():
+            if first[name] != values[name]:
+                found.setdefault(name, process)
+    return dict(sorted(found.items()))

@@ -6,22 +6,15 @@ Each has the same verbs (`SaveTier`): `copy` brings a save into the tier and com
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
-import numpy as np
-
-from ckptkit.durable.orbax.file_items import FilesSave
-from ckptkit.durable.orbax.host_shards import HostTreeSave, host_tree
 from ckptkit.errors import CheckpointError, PeerUnreachableError, StoreFullError
-from ckptkit.model.handler_files import with_file_digests
-from ckptkit.model.manifest import FILES, Manifest, SaveId
+from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import SaveOptions
 from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.save.circuit_breaker import DurableRetry
@@ -30,11 +23,11 @@ from ckptkit.save.ledger import OVERTAKEN, Branch
 from ckptkit.save.outcomes import Outcomes, describe
 from ckptkit.save.protocol import Ask, Do, Machinery, SaveProtocol, SideBySide, Wait
 from ckptkit.save.records import PeerCopies, Refusal, Save, SaveTargets
-from ckptkit.save.replica_check import ReplicaComparison
+from ckptkit.save.replica_check import ReplicaComparison, differing_host_values, host_values
 from ckptkit.save.voting import SaveTier, Verdict, Voting, joined
 from ckptkit.slots.arena import Arena
-from ckptkit.snapshot.describe import Description, Digests, box_array
-from ckptkit.snapshot.items import SaveItems
+from ckptkit.snapshot.describe import Digests
+from ckptkit.snapshot.items import array_items
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
 from ckptkit.util.gc_pause import collection_paused
@@ -559,54 +552,3 @@ def slower_tiers(
         *([DiskTier(disk, *shared)] if disk is not None else []),
         durable,
     )
-
-
-def array_items(
-    description: Description,
-    manifest: Manifest,
-    memory: np.ndarray,
-    captured: SaveItems,
-    on_written: Callable[[], None] = lambda: None,
-) -> dict[str, HostTreeSave | FilesSave]:
-    """The save arguments of the array items for Orbax's layout. `description` has the place of a box in `memory`."""
-    items: dict[str, HostTreeSave | FilesSave] = {}
-    manifest = with_file_digests(manifest)
-    for item, sources in description.items.items():
-        if item in captured.files:
-            files = {leaf.path[1]: box_array(leaf.boxes[0], leaf, memory) for leaf in manifest.arrays[item]}
-            items[item] = FilesSave(files=files, handler=captured.files[item])
-            continue
-        leaves = [
-            (leaf, source.holders, {r.box: box_array(r, leaf, memory) for r in leaf.boxes})
-            for leaf, source in zip(manifest.arrays[item], sources, strict=True)
-        ]
-        treedef, words = description.treedefs[item], captured.tree_words.get(item, {})
-        items[item] = host_tree(leaves, treedef, manifest, item, on_written, **words)
-    return items
-
-
-def host_values(save: Save, digests: Mapping[int, Digests]) -> dict[str, str]:
-    """A hash of what each item has in host memory (NumPy leaves, numbers, JSON), by item: at most 50 bytes each. A
-    data iterator, and files that a handler wrote, are each process's own."""
-    parts: dict[str, list[Any]] = {}
-    for name, value in save.items.inline.items():
-        if value["kind"] not in ("grain", FILES):
-            parts.setdefault(name, []).append(value)
-    numbers = iter(range(len(save.description.extents)))
-    for name, sources in save.description.items.items():
-        for source in sources:
-            of_boxes = [digests.get(next(numbers)) for _ in source.record.boxes]
-            if source.record.kind != "jax" and name not in save.items.files and of_boxes:
-                parts.setdefault(name, []).append([*source.record.path, *(list(each or ()) for each in of_boxes)])
-    return {name: hashlib.sha256(json.dumps(each).encode()).hexdigest()[:12] for name, each in parts.items()}
-
-
-def differing_host_values(ballots: Sequence[Mapping[str, Any] | None]) -> dict[str, int]:
-    """The items whose values in host memory are not those of process 0, each with the first process that differs."""
-    first, *others = [(ballot or {}).get("host") or {} for ballot in ballots]
-    found: dict[str, int] = {}
-    for process, values in enumerate(others, start=1):
-        for name in first.keys() & values.keys():
-            if first[name] != values[name]:
-                found.setdefault(name, process)
-    return dict(sorted(found.items()))

@@ -13,10 +13,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.file_items import FilesSave
+from ckptkit.durable.orbax.host_shards import HostTreeSave, host_tree
 from ckptkit.durable.orbax.manager import METRICS_ITEM
 from ckptkit.durable.orbax.text_leaf import TextLeaf, can_be_stored
-from ckptkit.model.manifest import STRUCTURE
-from ckptkit.snapshot.describe import leaf_path
+from ckptkit.model.handler_files import with_file_digests
+from ckptkit.model.manifest import STRUCTURE, Manifest
+from ckptkit.snapshot.describe import Description, box_array, leaf_path
 from ckptkit.snapshot.empty_nodes import empty_nodes
 from ckptkit.snapshot.small_items import capture, captured_files, file_leaves
 from ckptkit.util.own_context import own_context
@@ -209,3 +211,27 @@ def _stored(leaf: Any, wish: Any, is_standard: bool) -> Any:
     if hasattr(leaf, "__array__") and is_standard:
         return np.asarray(leaf)
     return None
+
+
+def array_items(
+    description: Description,
+    manifest: Manifest,
+    memory: np.ndarray,
+    held: SaveItems,
+    on_written: Callable[[], None] = lambda: None,
+) -> dict[str, HostTreeSave | FilesSave]:
+    """The save arguments of the array items for Orbax's layout. `description` has the place of a box in `memory`."""
+    items: dict[str, HostTreeSave | FilesSave] = {}
+    manifest = with_file_digests(manifest)
+    for item, sources in description.items.items():
+        if item in held.files:
+            files = {leaf.path[1]: box_array(leaf.boxes[0], leaf, memory) for leaf in manifest.arrays[item]}
+            items[item] = FilesSave(files=files, handler=held.files[item])
+            continue
+        leaves = [
+            (leaf, source.holders, {r.box: box_array(r, leaf, memory) for r in leaf.boxes})
+            for leaf, source in zip(manifest.arrays[item], sources, strict=True)
+        ]
+        treedef, words = description.treedefs[item], held.tree_words.get(item, {})
+        items[item] = host_tree(leaves, treedef, manifest, item, on_written, **words)
+    return items

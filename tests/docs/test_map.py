@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -65,6 +66,20 @@ def test_files_named_on_the_page_exist() -> None:
     assert len(named) > 30
     for path in named:
         assert (PACKAGE / path).exists() or (ROOT / path).exists(), path
+
+
+def test_steps_of_a_save_are_those_of_the_code() -> None:
+    """A reader who follows the page through `SaveFlow.save` would lose the thread."""
+    tree = ast.parse((PACKAGE / "save" / "flow.py").read_text())
+    (flow,) = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == "save"]
+    calls = [each.func for each in ast.walk(flow) if isinstance(each, ast.Call)]
+    called = sorted((each.lineno, each.attr) for each in calls if isinstance(each, ast.Attribute))
+    steps = re.findall(r"^\d+\. \*\*.*(?:\n   .*)*", PAGE.split("## A save\n")[1].split("\n## ")[0], re.MULTILINE)
+    functions = {name for _, name in called} - {"failed", "count"}  # a report, and a number
+    named = [name for step in steps for name in re.findall(r"`(\w+)`", step) if name in functions]
+    assert len(steps) > 8
+    assert named == [name for _, name in called if name in functions]
+    assert (flow.end_lineno or 0) - flow.lineno < 60
 
 
 def test_files_named_anywhere_exist() -> None:
