@@ -170,18 +170,20 @@ def test_step_that_was_deleted_is_saved_by_a_run_that_cannot_record_itself(
     def unwritable(*_: Any) -> None:
         raise ckptkit.StoreError("read only")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(EpochRecords, "write", unwritable)
-        with manager_of(tmp_path) as manager:
-            save(manager, 9, 10)
+    def unrecorded(*steps: int) -> int:
+        with monkeypatch.context() as patched, manager_of(tmp_path) as manager:
+            patched.setattr(EpochRecords, "write", unwritable)
+            for step in steps:
+                assert manager.save(step, args=args.StandardSave({"w": np.full(4, step)}), force=True)
+                with pytest.raises(ckptkit.SaveFailedError, match="could not be recorded"):
+                    manager.wait_until_finished()
+            return restored(manager)
+
+    assert unrecorded(9, 10) == 10
     with manager_of(tmp_path) as manager:
         manager.delete(10)
     shutil.rmtree(tmp_path / "ram")  # on another host
-    with monkeypatch.context() as patched:
-        patched.setattr(EpochRecords, "write", unwritable)
-        with manager_of(tmp_path) as manager:
-            save(manager, 10)
-            assert restored(manager) == 10
+    assert unrecorded(10) == 10
 
 
 def test_damaged_newest_step_is_listed_again_once_it_is_repaired(tmp_path: Path) -> None:
