@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,6 +20,7 @@ SaveState = Literal["in_flight", "committed", "rejected", "failed"]
 OVERTAKEN = "a signal handler took a later save in the middle of this one"
 _NAMED_MAX = 20  # steps, in one message
 _NAMES_KEPT = 10_000  # of calls of `save`: more than can wait for their votes
+_TAKERS_KEPT = 16  # more than there are handlers in the middle of each other
 FAILURES_MAX = 100  # how many failed saves are remembered
 
 
@@ -260,7 +262,7 @@ class Branch:
         self._base: SaveId | None = None
         self._names: dict[str, int] = {}  # of calls of `save`, numbered
         self._entered = 0
-        self._taken = 0  # the number of the last call that took a save
+        self._takers = deque([0], maxlen=_TAKERS_KEPT)  # the numbers of the last calls that took a save
         self._line = 0  # restores that the run continued from
         self._restored_elsewhere = False
         self._calls: dict[str, Calls] = {}  # by kind
@@ -332,16 +334,14 @@ class Branch:
     def next_save(self, name: str, step: int) -> SaveId:
         """The identity of a save that is taken now, in the call `name`; begins an epoch where one is due."""
         self._begin_epoch()
-        entered = self._names[name]
-        if entered > self._taken:
-            self._taken = entered
+        self._takers.append(self._names[name])
         number = self._number
         self._number = number + 1
         return SaveId(self._epoch, step, number, self._run, self._ledger.ancestry.root)
 
     def is_overtaken(self, name: str) -> bool:
         """Whether a call after `name` took a save already: that of a signal handler, in the middle of this one."""
-        return self._names[name] < self._taken
+        return self._names[name] < max(self._takers)
 
     def adopt(self, save_id: SaveId) -> None:
         """Process 0 gave this identity to a save: the next ones follow it."""

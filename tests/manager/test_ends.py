@@ -20,7 +20,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Kind
-from ckptkit.save import pipeline
+from ckptkit.save import flow
 from ckptkit.save.under_way import ExitDrain, SavesUnderWay
 from tests.manager.ending import COMMITTED, WAYS
 
@@ -141,7 +141,7 @@ def test_waiting_save_logs_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A blocked step loop would give no reason, and dashboards have no curve of it."""
-    monkeypatch.setattr(pipeline, "_SAID_AFTER_S", 0.05)
+    monkeypatch.setattr(flow, "_SAID_AFTER_S", 0.05)
     entries: list[dict[str, Any]] = []
     with manager_of(tmp_path) as manager:
         manager._logger = type("Entries", (), {"log_entry": staticmethod(entries.append)})()  # pyright: ignore[reportAttributeAccessIssue]

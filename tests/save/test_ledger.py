@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,3 +148,33 @@ def test_counting_calls_of_a_long_loop_takes_constant_memory() -> None:
         assert calls.enter(step) == 0
         assert calls.enter(step) == 1
     assert [len(steps._runs) for steps in calls._made] == [1, 1]
+
+
+def test_save_in_the_middle_of_another_overtakes_it_at_every_line() -> None:
+    """The interrupted save would count as the later one, and the loop's next save would raise that its step exists."""
+    lines = 1
+    while True:
+        branch, left = Branch(Ledger(Ancestry()), 1, new_id()), [lines]
+        outer, inner = branch.enter(1), list[str]()
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            del arg
+            left[0] -= event == "line"  # noqa: B023
+            if event == "line" and left[0] == 0:  # noqa: B023
+                sys.settrace(None)
+                inner.append(branch.enter(2))  # noqa: B023
+                branch.next_save(inner[0], 2)  # noqa: B023
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            branch.next_save(outer, 1)
+        finally:
+            sys.settrace(before)
+        if not inner:
+            break
+        assert branch.is_overtaken(outer)
+        assert not branch.is_overtaken(inner[0])
+        lines += 1
+    assert lines > 4

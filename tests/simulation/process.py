@@ -297,6 +297,8 @@ class SimProcess:
             raise
         except BaseException as error:
             if save is not None:
+                save.loan.withdrawn = True
+                yield Until(lambda: not save.loan._is_read)
                 self.pipeline.flow.take_back(save)
             if save is None or not save.is_voted:
                 yield from self.pipeline.flow.veto(name, error)
