@@ -38,7 +38,7 @@ _log = logging.getLogger("ckptkit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a flow consists of."""
+    """The parts that a flow calls."""
 
     slots: SlotTier
     slower: Sequence[SlowerTier]

@@ -408,7 +408,7 @@ class PeerTier(SlowerTier):
         self._outcomes.committed(save, PEER, None)
 
     def drop(self, save: Save) -> None:
-        """What was received of the others is of no use."""
+        """The copies of others that came here count no more."""
         self._copies.receiver.end(save.save_id)
 
     def release(self, save: Save) -> None:
@@ -451,7 +451,7 @@ class DurableTier(SlowerTier):
         return self._retry.failing
 
     def wait_until_pruned(self) -> None:
-        """Waits until the steps that its policies give up are deleted."""
+        """Waits until the steps that no policy keeps are deleted."""
         self._steps.wait_until_pruned()
 
     def refusal(self, save: Save) -> Refusal | None:

@@ -304,7 +304,7 @@ class SimProcess:
                 yield from self.pipeline.flow.veto(name, error)
             raise
 
-    # What the flow asks of the deciding policies: the plan of the run has decided.
+    # The interface of `Decider` for the flow: the plan of the run has decided.
 
     def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
         """See `Decider.refusal`."""
