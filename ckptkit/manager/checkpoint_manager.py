@@ -473,10 +473,3 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         likes. Cost: a read of every slot. Raises `StoreError` if a slot may not be read.
         """
         return scrub_slots(self._components.storage.arenas.values(), self._settings.events)
-
-    def wait_until_staged(self) -> None:
-        """Returns once everything that `save` was given may be donated, also with `staging="gate"`: for a step that is
-        split into gradient and donating update, to call between the two. Raises nothing: a save that failed while it
-        was staged is reported as any other.
-        """
-        self._pipeline.wait_until_staged()

@@ -7,7 +7,6 @@
 | device_copy | dispatch of a copy on the device | transfer of the copy | at once |
 | pinned_host | dispatch of a transfer to pinned host memory | the copy into the slot | after the transfer |
 | alias | views (CPU: of arrays that are ready) | the copy | at once, and allocates afresh |
-| gate | nothing | the copy | only after `wait_until_staged` |
 
 Host arrays are copied on the step loop by every strategy: their owner may change them. No strategy launches a program,
 so none depends on the mesh in context and none compiles.
@@ -86,9 +85,8 @@ class Stager:
         copied: Copied | None = None,
         compared: Sequence[Held] = (),
     ) -> Staging:
-        """Stages the state of one save by `choice`; returns as soon as the strategy lets the step loop go on.
+        """Stages the state of one save by `choice`; returns once the caller may donate the state.
 
-        With `gate` the caller must not donate the state before `finish` has returned; with the others it may at once.
         `copied` is told, on any thread, which bytes of `memory` are final. `compared` are arrays of the
         same state that are only digested (`ckptkit.snapshot.replicas`), at the same moment as the others.
         """
@@ -104,11 +102,10 @@ class Stager:
             else:
                 strategy, reason = choice, "asked for"
             later: list[Shard] = []
-            computing_s = 0.0 if strategy == "gate" else _until_computed(device)
-            if strategy in ("gate", "alias"):  # the caller may donate them too early
-                later = [shard for held in device for shard in held.shards()]
-                if strategy == "alias":
-                    later = [(np.asarray(array), replace(extent, device=None)) for array, extent in later]
+            computing_s = _until_computed(device)
+            if strategy == "alias":
+                views = [shard for held in device for shard in held.shards()]
+                later = [(np.asarray(array), replace(extent, device=None)) for array, extent in views]
             else:
                 digests |= copy(_shards(device))
         finish = _once(copy, lambda: later, digests, later.clear)

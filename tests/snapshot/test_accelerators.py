@@ -137,13 +137,10 @@ def test_offloaded_leaves_are_read_where_they_are(monkeypatch: pytest.MonkeyPatc
         memory[:] = 0
     assert viewed == [(PIECE,)] * 3
     assert allocator.puts == []
-    for strategy in ("gate", "alias"):
-        begun = Stager(None, allocator).begin(strategy, description, {"default": state}, memory)
-        if strategy == "alias":
-            state["moments"].delete()  # as a step that donates it
-        begun.finish()
-        assert (memory.view(np.float32)[:PIECE] == np.arange(PIECE)).all()
-        memory[:] = 0
+    begun = Stager(None, allocator).begin("alias", description, {"default": state}, memory)
+    state["moments"].delete()  # as a step that donates it
+    begun.finish()
+    assert (memory.view(np.float32)[:PIECE] == np.arange(PIECE)).all()
     assert viewed == [(PIECE,)] * 3, "a step may free the memory while it is read in the background"
 
 
@@ -405,6 +402,6 @@ def test_staging_compiles_nothing() -> None:
     with compilations() as compiled:
         description = describe.describe_items({"default": state})
         memory = np.zeros(description.slot_bytes, np.uint8)
-        for strategy in ("device_copy", "pinned_host", "block", "alias", "gate", "auto"):
+        for strategy in ("device_copy", "pinned_host", "block", "alias", "auto"):
             Stager().begin(strategy, description, {"default": state}, memory).finish()
     assert compiled == []
