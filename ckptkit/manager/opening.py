@@ -12,8 +12,6 @@ from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.abandoned import left_behind
@@ -27,7 +25,6 @@ from ckptkit.job.coordination import Coordinator, Job, gather
 from ckptkit.job.vote import act_together
 from ckptkit.manager.settings import Settings
 from ckptkit.model import paths
-from ckptkit.model.boxes import Box, boxes_by_process
 from ckptkit.model.manifest import Manifest, SaveId, new_id
 from ckptkit.model.policies import PeerOptions
 from ckptkit.model.tiers import DURABLE, MEMORY, PEER, RAM, SSD, Tier, kept_beside
@@ -41,11 +38,8 @@ from ckptkit.restore.local_tiers import LocalSave
 from ckptkit.save.records import PeerCopies, SaveTargets
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
-from ckptkit.snapshot.copying import window_bytes
-from ckptkit.snapshot.describe import is_accelerator
 from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
-from ckptkit.util.pages import PAGE_BYTES
 from ckptkit.util.words import command_line, on_each_host, own_host_id
 
 _log = logging.getLogger("ckptkit")
@@ -274,30 +268,6 @@ def open_arenas(
 def peer_arena_name(number: int) -> str:
     """The name of an arena that holds another process's copies; its directory's name begins with it."""
     return f"buddy-{number}"
-
-
-def abstract_slot_bytes(trees: Mapping[str, Any], *, pinned: bool = False) -> tuple[int, int, int]:
-    """The bytes of slot that a save of `trees` takes on this process, the most on any, and those of its transfers.
-
-    Leaves may be `jax.ShapeDtypeStruct`; without a sharding an abstract leaf counts as whole on every process. Exact:
-    every distinct box of a leaf begins a page.
-    """
-    by_process = [0] * jax.process_count()
-    devices: set[Any] = set()
-    for leaf in jax.tree.leaves(dict(trees)):
-        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        sharding = getattr(array, "sharding", None)
-        devices |= set() if sharding is None else sharding.addressable_devices
-        held = boxes_by_process(sharding, array.shape) if sharding is not None else {Box.whole(array.shape): None}
-        for box, processes in held.items():
-            for process in range(len(by_process)) if processes is None else processes:
-                by_process[process] += -(-box.size * array.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
-    own_bytes = by_process[jax.process_index()]
-    accelerators = sum(map(is_accelerator, devices))
-    transfers_bytes = (
-        own_bytes if pinned and accelerators else min(own_bytes, accelerators * 2 * window_bytes(accelerators))
-    )
-    return own_bytes, max(by_process), transfers_bytes
 
 
 def make_tiers(

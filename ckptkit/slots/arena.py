@@ -31,11 +31,11 @@ from ckptkit.slots.files import (
     LESS_ON_MOUNT,
     FileIdentity,
     allocated,
+    file_bytes,
     identity_of,
     map_file,
     remove_slots,
     take_directory,
-    whole_pages,
 )
 from ckptkit.slots.host_memory import HostMemory, Room, mount_room, refuse_beyond
 from ckptkit.slots.latest_pointer import Newest
@@ -207,7 +207,7 @@ class Arena:
 
     def missing_bytes(self, size_bytes: int) -> int:
         """The bytes still to allocate until every slot has `size_bytes`."""
-        slot_bytes = whole_pages(size_bytes)
+        slot_bytes = file_bytes(size_bytes)
         return sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
 
     def check_room(self, size_bytes: int, *, beside_bytes: int = 0, transfer_bytes: int = 0) -> None:
@@ -217,7 +217,7 @@ class Arena:
         those that other arenas on the same mount need too, `transfer_bytes` those of host memory that transfers from
         devices take during a save.
         """
-        slot_bytes = whole_pages(size_bytes)
+        slot_bytes = file_bytes(size_bytes)
         missing_bytes = max(0, self.missing_bytes(size_bytes) + beside_bytes - self._left_bytes(slot_bytes))
         copies = f" and {beside_bytes} of them for copies of other hosts" if beside_bytes else ""
         refuse_beyond(
@@ -544,7 +544,7 @@ class Arena:
         return reusable([slot for slot in self._slots if slot.name not in passed_over], self.protected)
 
     def _grow(self, slot: Slot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
-        size_bytes = whole_pages(size_bytes)
+        size_bytes = file_bytes(size_bytes)
         if slot.memory.nbytes >= size_bytes:
             return
         missing_bytes = size_bytes - self._allocated_bytes(slot)

@@ -19,7 +19,7 @@ from ckptkit.slots.reader import readable_slot_directories
 from ckptkit.store.local import make_directory, sync_directory
 from ckptkit.store.quarantine import try_lock
 from ckptkit.util.disk_file import open_slot, refuse_other_owner
-from ckptkit.util.pages import PAGE_BYTES
+from ckptkit.util.pages import PAGE_BYTES, whole_pages
 
 _T = TypeVar("_T")
 _held = set[int]()  # descriptors of directories that were taken
@@ -188,9 +188,9 @@ def map_file(path: Path, size_bytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def whole_pages(size_bytes: int) -> int:
-    """The bytes of the pages that `size_bytes` take: at least one."""
-    return max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+def file_bytes(size_bytes: int) -> int:
+    """The bytes of a slot's file for a save that takes `size_bytes`: whole pages, at least one."""
+    return max(PAGE_BYTES, whole_pages(size_bytes))
 
 
 def remove_slots(directory: Path) -> None:

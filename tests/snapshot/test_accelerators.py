@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import ckptkit
 from bench.gpu_worker import compilations
-from ckptkit.manager import opening
 from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot import copying, describe, replicas, shards
 from ckptkit.snapshot.describe import SlotExtent
@@ -290,7 +289,6 @@ def test_prepare_counts_the_host_memory_of_transfers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract_leaves: bool
 ) -> None:
     """`prepare` would report that a run fits, and the container would be killed at its first save."""
-    monkeypatch.setattr(opening, "is_accelerator", lambda device: True)
     state = pieces(8)
     args = ocp.args.StandardSave(abstract(state) if abstract_leaves else state)  # pyright: ignore[reportCallIssue]
 
@@ -303,7 +301,6 @@ def test_prepare_counts_the_host_memory_of_transfers(
     with pytest.raises(ckptkit.StoreFullError, match=f"and {8 * PIECE} for transfers from devices"):
         prepare("none", 16 * PIECE - 1)
     monkeypatch.setattr(copying, "window_bytes", lambda devices: PIECE)
-    monkeypatch.setattr(opening, "window_bytes", lambda devices: PIECE)
     prepare("windows", 10 * PIECE)
     with pytest.raises(ckptkit.StoreFullError, match=f"and {8 * PIECE} for transfers from devices"):
         prepare("pinned", 16 * PIECE - 1, "pinned_host")
