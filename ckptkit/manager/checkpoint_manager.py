@@ -30,7 +30,7 @@ from ckptkit.manager.run_account import RunAccount
 from ckptkit.manager.save import Request, Saver
 from ckptkit.manager.scrub import SlotScrub, scrub_slots
 from ckptkit.manager.settings import Settings, check_types
-from ckptkit.manager.subclass import warn_of_overrides
+from ckptkit.manager.start_warnings import warn_of_overrides
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import ProcessOptions, SaveOptions

@@ -1,4 +1,4 @@
-"""The slot directories of ranks that are gone: held by one process of their host until no save in them is needed."""
+"""Slot directories of processes that ended: one process of their host holds them until no save in them is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptkit.store import LocalStore
 
 @final
 class AdoptedDirectories:
-    """What ended processes of a larger job left on a host. A restore finds their saves; nothing is saved there.
+    """The slot directories that a larger job left on a host. A restore finds their saves; nothing is saved there.
 
     A save stays while a reason protects it, and until the first `protect` in any case. A directory is removed once it
     holds none. Not safe from several threads: the arena that adopts calls under its lock. If this process dies, the
@@ -29,7 +29,7 @@ class AdoptedDirectories:
     def __init__(self, *, synced: bool):
         self._synced = synced
         self._directories: list[_Directory] = []
-        self.has_committed = False  # the arena: a damaged manifest stays until then, because a restore has to report it
+        self.has_committed = False  # whether this run has: until then a restore has to report damaged manifests
 
     def take(self, host_dir: Path, why: str) -> None:
         """Takes those that no process holds; `why` is the reason that protects their saves until the next `protect` for

@@ -1,4 +1,4 @@
-"""The directory of one process's slots: taken with a lock, given up, cleared and removed."""
+"""The directory of one process's slots: taken with a lock, released, cleared and removed."""
 
 from __future__ import annotations
 
