@@ -22,7 +22,7 @@ from ckptkit.save.protocol import Do, Idle, Machinery, SaveProtocol, SideBySide,
 from ckptkit.save.records import DiskFlush, Refusal, Save, SaveTargets, SealedSave, Ticket
 from ckptkit.save.voting import TierWork, Voting
 from ckptkit.slots.arena import Arena
-from ckptkit.slots.slot import Slot
+from ckptkit.slots.files import Slot
 from ckptkit.snapshot.describe import Description, SlotExtent, box_array
 from ckptkit.snapshot.items import SaveItems
 from ckptkit.util import clock

@@ -21,9 +21,8 @@ from ckptkit.store import LocalStore
 class AdoptedDirectories:
     """The slot directories that a larger job left on a host. A restore finds their saves; nothing is saved there.
 
-    A save stays while a reason protects it, and until the first `protect` in any case. A directory is removed once it
-    holds none. Not safe from several threads: the arena that adopts calls under its lock. If this process dies, the
-    next one finds the rest.
+    Every save stays until the first `keep`. A directory is removed once it holds none. Not safe from several threads:
+    the arena that adopts calls under its lock. If this process dies, the next one finds the rest.
     """
 
     def __init__(self, *, synced: bool):
@@ -31,24 +30,17 @@ class AdoptedDirectories:
         self._directories: list[_Directory] = []
         self.has_committed = False  # whether this run has: until then a restore has to report damaged manifests
 
-    def take(self, host_dir: Path, why: str) -> None:
-        """Takes those that no process holds; `why` is the reason that protects their saves until the next `protect` for
-        it."""
+    def take(self, host_dir: Path) -> None:
+        """Takes those that no process holds."""
         for directory, fd in take_left(host_dir):
-            self._directories.append(_Directory(directory, fd, why, synced=self._synced))
+            self._directories.append(_Directory(directory, fd, synced=self._synced))
         self._remove_empty()
 
-    def protect(self, save_ids: Collection[SaveId], why: str) -> None:
-        """Removes the saves that no reason protects any more, now that these are what `why` protects."""
-        for each in self._directories:
-            each.protect(save_ids, why)
-        self._remove_empty()
-
-    def make_room(self, save_ids: Collection[SaveId], why: str) -> None:
-        """As `protect`, but of a directory without any of the saves the newest one stays."""
+    def keep(self, save_ids: Collection[SaveId], *, or_newest: bool = False) -> None:
+        """Removes all saves but these; `or_newest`: the newest one stays in a directory that has none of them."""
         for each in self._directories:
             if held := each.held():
-                each.protect(held.intersection(save_ids) or {max(held)}, why)
+                each.keep(held.intersection(save_ids) or ({max(held)} if or_newest else ()))
         self._remove_empty()
 
     def forget(self, save_ids: Collection[SaveId]) -> None:
@@ -78,7 +70,7 @@ class AdoptedDirectories:
 class _Directory:
     """One directory, and which of its slots holds which save."""
 
-    def __init__(self, path: Path, lock_fd: int, why: str, *, synced: bool):
+    def __init__(self, path: Path, lock_fd: int, *, synced: bool):
         self.path = path
         self.lock_fd = lock_fd
         self._store = LocalStore(path, durable=synced)
@@ -86,16 +78,13 @@ class _Directory:
         found = {manifest.slot: manifest.save_id for _, manifest in reversed(read_manifests([path])[0])}
         remove_unfinished(path)
         self._slots = {name: found.get(name) for name in sorted(os.listdir(path)) if paths.slot_index(name) is not None}
-        self._protected: dict[str, frozenset[SaveId]] = {}
-        self.protect(frozenset(found.values()), why)
+        self.keep(found.values())  # removes the slots that hold nothing
 
     def held(self) -> frozenset[SaveId]:
         return frozenset(save_id for save_id in self._slots.values() if save_id is not None)
 
-    def protect(self, save_ids: Collection[SaveId], why: str) -> None:
-        self._protected[why] = frozenset(save_ids)
-        protected = frozenset[SaveId]().union(*self._protected.values())
-        for name in [name for name, save_id in self._slots.items() if save_id not in protected]:
+    def keep(self, save_ids: Collection[SaveId]) -> None:
+        for name in [name for name, save_id in self._slots.items() if save_id not in save_ids]:
             with suppress(CheckpointError, OSError):  # a disk that fails: the next call tries again
                 self._forget(name)
                 (self.path / name).unlink(missing_ok=True)

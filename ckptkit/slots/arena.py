@@ -25,11 +25,10 @@ from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId, refuse_unreadable
 from ckptkit.slots.adopted import AdoptedDirectories
 from ckptkit.slots.directory import give_up, remove_slots, remove_unfinished, retake, take_directory
-from ckptkit.slots.files import SlotFiles, file_bytes
+from ckptkit.slots.files import UNKNOWN, Slot, SlotFiles, file_bytes, reusable
 from ckptkit.slots.host_memory import HostMemory, SlotRoom
 from ckptkit.slots.latest_pointer import Newest
 from ckptkit.slots.reader import manifest_name_of, read_manifests, readable_slot_directories
-from ckptkit.slots.slot import UNKNOWN, Slot, reusable
 from ckptkit.store import LocalStore
 from ckptkit.util.clock import Deadline
 from ckptkit.util.disk_file import Method
@@ -80,7 +79,7 @@ class Arena:
         if directory is not None:
             self._take_over(directory, keeps_found)
         if memory is not None:
-            memory.add_taker(lambda: sum(self._files.allocated_bytes(slot.name) for slot in self._slots))
+            memory.add_taker(lambda: sum(self._files.allocated_bytes(slot) for slot in self._slots))
 
     @classmethod
     def open(
@@ -120,7 +119,7 @@ class Arena:
         """
         if self.directory is not None:
             with self._changed:
-                self._adopted.take(self.directory.parent, ALL)
+                self._adopted.take(self.directory.parent)
 
     def reserve(self, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
         """Makes every free slot at least `size_bytes` large and faults its pages in; for a background thread.
@@ -135,22 +134,21 @@ class Arena:
                 return  # to be called again
             turn()
             with self._changed:
-                would_lose = slot.save_id is not None and self._files.allocated_bytes(slot.name) < size_bytes
+                would_lose = slot.save_id is not None and self._files.allocated_bytes(slot) < size_bytes
                 if slot.leases or slot not in self._slots or would_lose:
                     continue
                 slot.leases = 1
             try:
                 self._grow(slot, size_bytes, turn)
                 if self.synced and slot.save_id is None:
-                    slot.contents = UNKNOWN
-                    self._files.warm_up(slot.name)
+                    self._files.warm_up(slot)
             finally:
                 self.release(slot)
 
     def missing_bytes(self, size_bytes: int) -> int:
         """The bytes still to allocate until every slot has `size_bytes`."""
         slot_bytes = file_bytes(size_bytes)
-        return sum(max(0, slot_bytes - self._files.allocated_bytes(slot.name)) for slot in self._slots)
+        return sum(max(0, slot_bytes - self._files.allocated_bytes(slot)) for slot in self._slots)
 
     def check_room(self, size_bytes: int, *, beside_bytes: int = 0, transfer_bytes: int = 0) -> None:
         """Raises `StoreFullError` where the slots cannot all have `size_bytes`, with the bytes needed and free.
@@ -214,7 +212,7 @@ class Arena:
 
         By `method`, and without the GIL, so that several threads may write at the same time; `commit` syncs it.
         """
-        self._files.write(slot.name, source, start)
+        self._files.write(slot, source, start)
 
     @property
     def method(self) -> Method:
@@ -229,12 +227,9 @@ class Arena:
         """
         if self._store is not None:
             refuse_unreadable(len(manifest))
-            if (lost := self._files.lost([slot.name])) is not None:
+            if (lost := self._files.lost([slot])) is not None:
                 raise lost  # the manifest would name other bytes; `acquire` makes the slot anew
-            if self._files.is_on_disk(slot.name):
-                contents, slot.contents = slot.contents, UNKNOWN
-                self._files.sync(slot.name)  # a later sync does not write what a failed one has lost
-                slot.contents = contents
+            self._files.sync(slot)
             try:
                 self._store.put(manifest_name_of(save_id), manifest, mode="create")
             except FileExistsError:
@@ -283,7 +278,8 @@ class Arena:
             self._protected[why] = frozenset(save_ids)
             self.crowded = self.crowded and not (why == ALL and self._has_committed)
             self._drop_retired()
-            self._adopted.protect(save_ids, why)
+            if why == ALL:
+                self._adopted.keep(self.protected)
             self._changed.notify_all()
 
     def resize(self, slots: int) -> bool:
@@ -341,8 +337,7 @@ class Arena:
         """Unmaps the slots and releases the lock; with `remove`, deletes the slots and manifests too."""
         with self._changed:
             for slot in [*self._slots, *self._retired]:
-                slot.memory = np.empty(0, np.uint8)
-                self._files.unmap(slot.name)
+                self._files.unmap(slot)
             if remove and self.directory is not None:
                 remove_slots(self.directory)
             self._adopted.close(remove=remove)
@@ -374,15 +369,15 @@ class Arena:
         They are made anew when they are needed. Tells `on_lost`."""
         with self._changed:
             slots = [*self._slots, *self._retired]
-            lost = self._files.lost(slot.name for slot in slots)
+            lost = self._files.lost(slots)
             if lost is None or self.directory is None:
                 return
             self._retake(self.directory)
             there = {manifest.slot: manifest.save_id for manifest in self.manifests()}
             for slot in slots:
-                if (slot is own or not slot.leases) and self._files.lost([slot.name]) is not None:
-                    slot.memory, slot.contents = np.empty(0, np.uint8), UNKNOWN
-                    self._files.forget_lost(slot.name)
+                if (slot is own or not slot.leases) and self._files.lost([slot]) is not None:
+                    self._files.unmap(slot)
+                    slot.contents = UNKNOWN
                     self._forget(slot)  # a manifest that outlived its bytes goes too
                 elif there.get(slot.name) != slot.save_id:
                     slot.save_id = None
@@ -405,8 +400,7 @@ class Arena:
             if slot.leases == 0 and slot.save_id not in self.protected:
                 with suppress(CheckpointError, OSError):  # a disk that fails: the next `protect` tries again
                     self._forget(slot)
-                    slot.memory = np.empty(0, np.uint8)
-                    self._files.remove(slot.name)
+                    self._files.remove(slot)
                     if slot in self._retired:
                         self._retired.remove(slot)
                     self._outgrown.discard(slot.name)
@@ -416,13 +410,13 @@ class Arena:
         with self._changed:
             if self._outgrown:
                 self._drop_retired()
-            self._adopted.make_room(self.protected, ALL)
+            self._adopted.keep(self.protected, or_newest=True)
 
     def _left_bytes(self, slot_bytes: int) -> int:
         """The bytes that jobs of another size have left on this host, of which the next commit frees the last."""
         if self.directory is None or not self.crowded:
             return 0
-        allocated = [self._files.allocated_bytes(slot.name) for slot in [*self._slots, *self._retired]]
+        allocated = [self._files.allocated_bytes(slot) for slot in [*self._slots, *self._retired]]
         own = sum(max(0, nbytes - slot_bytes) for nbytes in allocated)
         others = [each for each in readable_slot_directories(self.directory.parent) if each != self.directory]
         left = {place for place, found in read_manifests(others)[0] if found.writer.count != self._processes}
@@ -435,11 +429,10 @@ class Arena:
         size_bytes = file_bytes(size_bytes)
         if slot.memory.nbytes >= size_bytes:
             return
-        missing_bytes = size_bytes - self._files.allocated_bytes(slot.name)
+        missing_bytes = size_bytes - self._files.allocated_bytes(slot)
         # Asked first: to find out by filling a ramdisk takes as long as filling it.
         self._room.refuse_beyond(missing_bytes, f"slot {self._room.name}/{slot.name} needs {size_bytes} bytes")
-        slot.memory, slot.contents = np.empty(0, np.uint8), UNKNOWN
-        slot.memory = self._files.make(slot.name, size_bytes, turn)
+        self._files.make(slot, size_bytes, turn)
 
     def _forget(self, slot: Slot) -> None:
         if slot.save_id is not None and self._store is not None and self._newest is not None:

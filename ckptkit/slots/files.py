@@ -1,19 +1,21 @@
-"""The bytes of slots: a file for each, or anonymous memory, which is made, mapped, grown, written and synced."""
+"""Slots and their bytes: a file for each, or anonymous memory, which is made, mapped, grown, written and synced."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, final
+from typing import Final, Protocol, TypeVar, final
 
 import numpy as np
 
 from ckptkit.errors import TierUnusableError
 from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId
 from ckptkit.slots.directory import FileIdentity, identity_of
 from ckptkit.slots.host_memory import LESS_ON_MOUNT, mount_room, store_full
 from ckptkit.store.local import sync_directory
@@ -21,6 +23,46 @@ from ckptkit.util.disk_file import DiskFile, Method, open_slot
 from ckptkit.util.pages import PAGE_BYTES, populate, whole_pages
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The bytes of a slot on a disk, as far as they are known: a digest for each cell, by its byte range. `kept_saves`:
+    how many saves in a row have left some of them as they were."""
+
+    digests: Mapping[tuple[int, int], str]
+    kept_saves: int = 0
+
+
+UNKNOWN: Final = Contents({})
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One reusable block of host memory. `memory` is a flat uint8 view; no jax.Array may reference it."""
+
+    name: str
+    memory: np.ndarray
+    save_id: SaveId | None = None  # the save in its committed manifest
+    leases: int = 0  # who reads or writes it now
+    contents: Contents = UNKNOWN  # whoever writes the slot sets it; unknown again where a write or a sync fails
+
+
+class Reusable(Protocol):
+    """The conditions for writing a slot."""
+
+    save_id: SaveId | None
+    leases: int
+
+
+_Slot = TypeVar("_Slot", bound=Reusable)
+
+
+def reusable(slots: Iterable[_Slot], protected: Collection[SaveId]) -> _Slot | None:
+    """The slot to be written next: an empty one, or the one with the oldest save. None while all are leased or hold
+    a protected save."""
+    free = [slot for slot in slots if slot.leases == 0 and slot.save_id not in protected]
+    return min(free, key=lambda slot: slot.save_id or SaveId(-1, -1, -1), default=None)
 
 
 def file_bytes(size_bytes: int) -> int:
@@ -51,70 +93,67 @@ class SlotFiles:
         if self._directory is not None:
             self._made[paths.LOCK_NAME] = identity_of(self._directory / paths.LOCK_NAME)
 
-    def make(self, name: str, size_bytes: int, turn: Callable[[], None] = lambda: None) -> np.ndarray:
-        """The memory of a slot of whole pages, which is made or grown; what its file holds stays. No view of it may be
-        held. Raises `StoreFullError` if the mount has no room for it."""
+    def make(self, slot: Slot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
+        """Makes or grows the memory of a slot, in whole pages; what its file holds stays, and is not known any more.
+        Raises `StoreFullError` if the mount has no room for it."""
+        slot.memory, slot.contents = np.empty(0, np.uint8), UNKNOWN
         if self._synced and self._directory is not None:
-            self.unmap(name)
-            self._files[name] = _allocated(DiskFile, self._directory / name, size_bytes)
-            self._made[name] = identity_of(self._directory / name)
+            self.unmap(slot)
+            file = self._files[slot.name] = _allocated(DiskFile, self._directory / slot.name, size_bytes)
+            self._made[slot.name] = identity_of(self._directory / slot.name)
             sync_directory(self._directory)  # no manifest may reach the disk before the name of its slot
-            return self._files[name].memory
+            slot.memory = file.memory
+            return
         if self._directory is None:
             mapping = mmap.mmap(-1, size_bytes)
         else:
-            mapping = _allocated(_map_file, self._directory / name, size_bytes)
-            self._made[name] = identity_of(self._directory / name)
-        self._maps[name] = mapping
-        memory = np.frombuffer(mapping, np.uint8)
-        populate(memory, turn)  # an old kernel cannot: pages are faulted in by the first copy then
-        return memory
+            mapping = _allocated(_map_file, self._directory / slot.name, size_bytes)
+            self._made[slot.name] = identity_of(self._directory / slot.name)
+        self._maps[slot.name] = mapping
+        slot.memory = np.frombuffer(mapping, np.uint8)
+        populate(slot.memory, turn)  # an old kernel cannot: pages are faulted in by the first copy then
 
-    def warm_up(self, name: str) -> None:
-        """Writes a new file of a disk once, and finds the faster method with the first. The slot holds nothing."""
-        file = self._files[name]
+    def warm_up(self, slot: Slot) -> None:
+        """Writes a new file of a disk once, and finds the faster method with the first. The slot holds no save."""
+        slot.contents, file = UNKNOWN, self._files[slot.name]
         if file.is_new:
             file.fill()
         if not self._probed:
             self.method, self._probed = file.faster_method(), True
 
-    def write(self, name: str, source: np.ndarray, start: int) -> None:
+    def write(self, slot: Slot, source: np.ndarray, start: int) -> None:
         """Overwrites a file of a disk from byte `start` (of a page) with flat, page-aligned bytes, by `method`."""
-        self._files[name].write(source, start, self.method)
+        self._files[slot.name].write(source, start, self.method)
 
-    def is_on_disk(self, name: str) -> bool:
-        """Whether the slot has a file that `sync` has to bring to a disk."""
-        return name in self._files
+    def sync(self, slot: Slot) -> None:
+        """Returns once what was written is on the disk; at once for memory. Where it fails, the contents are unknown: a
+        later sync does not write what a failed one has lost."""
+        if (file := self._files.get(slot.name)) is not None:
+            contents, slot.contents = slot.contents, UNKNOWN
+            file.sync()
+            slot.contents = contents
 
-    def sync(self, name: str) -> None:
-        """Returns once what was written is on the disk."""
-        self._files[name].sync()
-
-    def unmap(self, name: str) -> None:
-        """Closes a slot's file; its bytes stay."""
-        if name in self._files:
-            self._files.pop(name).close()
+    def unmap(self, slot: Slot) -> None:
+        """Closes the file of a slot; its bytes stay. Until it is made again it is never `lost`."""
+        slot.memory = np.empty(0, np.uint8)
+        self._made.pop(slot.name, None)
+        if slot.name in self._files:
+            self._files.pop(slot.name).close()
         with suppress(BufferError):  # a view is still held somewhere: unmapped when that goes
-            if (mapping := self._maps.pop(name, None)) is not None:
+            if (mapping := self._maps.pop(slot.name, None)) is not None:
                 mapping.close()
 
-    def remove(self, name: str) -> None:
+    def remove(self, slot: Slot) -> None:
         """Closes and deletes a slot's file. Its manifest has to be deleted before."""
-        self.unmap(name)
-        self._made.pop(name, None)
+        self.unmap(slot)
         if self._directory is not None:
-            (self._directory / name).unlink(missing_ok=True)
+            (self._directory / slot.name).unlink(missing_ok=True)
 
-    def forget_lost(self, name: str) -> None:
-        """Closes the file of a slot that is `lost`: it is made anew when it is needed."""
-        self.unmap(name)
-        del self._made[name]
-
-    def lost(self, names: Iterable[str]) -> TierUnusableError | None:
+    def lost(self, slots: Iterable[Slot]) -> TierUnusableError | None:
         """The error of slots, or of the lock, whose files are no longer those of the directory. Cost: a `stat` each."""
         if self._directory is None:
             return None
-        looked = [paths.LOCK_NAME, *names]
+        looked = [paths.LOCK_NAME, *(slot.name for slot in slots)]
         gone = [n for n in looked if (made := self._made.get(n)) and identity_of(self._directory / n) != made]
         if not gone:
             return None
@@ -125,12 +164,12 @@ class SlotFiles:
             path=str(self._directory),
         )
 
-    def allocated_bytes(self, name: str) -> int:
+    def allocated_bytes(self, slot: Slot) -> int:
         """The bytes that a slot has now, mapped or not."""
         if self._directory is None:
-            return len(self._maps.get(name, b""))
+            return len(self._maps.get(slot.name, b""))
         try:
-            return (self._directory / name).stat().st_size
+            return (self._directory / slot.name).stat().st_size
         except FileNotFoundError:
             return 0
 

@@ -24,7 +24,7 @@ from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.save import disk_copy
 from ckptkit.save.disk_copy import DiskCopy
 from ckptkit.slots.arena import Arena
-from ckptkit.slots.slot import Slot
+from ckptkit.slots.files import Slot
 from ckptkit.snapshot.describe import SlotExtent
 from ckptkit.util import disk_file
 from ckptkit.util.disk_file import DiskFile

@@ -13,8 +13,8 @@ from ckptkit.model.cells import cell_ranges
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.slots.arena import Arena
+from ckptkit.slots.files import Slot
 from ckptkit.slots.reader import SlotReader, read_manifests
-from ckptkit.slots.slot import Slot
 
 PAGE = 4096
 _serial = itertools.count()

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ckptkit.model.manifest import SaveId
 from ckptkit.slots.arena import Arena
+from ckptkit.slots.files import Slot
 from ckptkit.slots.latest_pointer import lost_newest
-from ckptkit.slots.slot import Slot
 from tests.slots.arenas import PAGE, commit, die, fill, new_host, proven, save_of
 
 
