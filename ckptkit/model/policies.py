@@ -61,7 +61,7 @@ class BroadcastOptions:
         return max(2, self.host_bytes // width - replicas - 2)
 
 
-Strategy = Literal["slot_copy", "device_copy", "pinned_host", "alias", "block"]  # see `ckptkit.snapshot.staging`
+Strategy = Literal["slot_copy", "device_copy", "pinned_host", "block"]  # see `ckptkit.snapshot.staging`
 StagingChoice = Strategy | Literal["auto"]
 DurableBusy = Literal["wait", "skip"]
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "::0", "0", "*")
