@@ -68,7 +68,7 @@ def take_stock(inventory: Inventory, ancestry: Ancestry, coordinator: Coordinato
             "fast": [[save.to_list(), tiers[save]] for save in sorted(common)],
             "struck": inventory.durable.struck,
             "durable": [save.to_list() for save in listed],
-            "epoch": max([ancestry.epoch, *(save.epoch for save in (*found, *listed))]),
+            "epoch": max([ancestry.epoch, *(save.epoch for save in (*found, *listed, *ancestry.deleted))]),
             "unrecorded": [each.to_list() for each in found if each not in seen and ancestry.is_unrecorded(each)],
         }
 
