@@ -112,7 +112,7 @@ class SaveFlow:
         yield Onto(self._threads.writer)
         try:
             yield from self._slots.identify_first(save)
-            yield from self._finish_staging(save)
+            yield from self._slots.finish_staging(save)
             yield from self._slots.compare(save)
             verdict = yield from self._voting.run(self._slots, save, refusal=save.refusal)
             for tier in self._taken_by(save, verdict):
@@ -121,7 +121,7 @@ class SaveFlow:
             self._outcomes.failed(save.save_id, self._slots.name, error)
         finally:
             self._slots.end(save)
-            self._threads.count(in_flight=-(save.slot is not None))
+            self._threads.count(-(save.slot is not None))
 
     # The step loop's thread.
 
@@ -317,7 +317,7 @@ class SaveFlow:
 
     def _hand_over(self, save: Save) -> None:
         """The step loop goes on, and so does the save."""
-        self._threads.count(unstaged=1, in_flight=save.slot is not None)
+        self._threads.count(save.slot is not None)
         self._slots.hold(save)
         save.hand_over()
         if save.failure is not None:
@@ -327,13 +327,6 @@ class SaveFlow:
         save.returned.set_result(None)
 
     # The writer thread.
-
-    def _finish_staging(self, save: Save) -> SaveProtocol:
-        """Moves the rest of the state, and releases the caller's arrays."""
-        try:
-            yield from self._slots.finish_staging(save)
-        finally:
-            self._threads.count(unstaged=-1)
 
     def _taken_by(self, save: Save, verdict: Verdict | None) -> list[SlowerTier]:
         """The slower tiers that take a save which the first one has kept: no process has refused it for them."""

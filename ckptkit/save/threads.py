@@ -107,9 +107,7 @@ class SaveThreads:
         self.writer = means.make_worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
         self._durable, self._under_way = durable, under_way
         self._fast: list[AnyWorker] = [tier.worker for tier in slower if tier is not durable]
-        self._notice = Notice()
         self._counting = threading.Lock()  # not taken by the step loop
-        self._unstaged = 0  # saves that still refer to the caller's arrays
         self.in_flight = 0  # slots of saves that are not yet committed, or dropped, by all
         self._closed = False
 
@@ -118,17 +116,10 @@ class SaveThreads:
         """Whether no save is in flight."""
         return all(worker.idle for worker in (self.stager, self.writer, *self._fast, self._durable.worker))
 
-    def count(self, *, unstaged: int = 0, in_flight: int = 0) -> None:
-        """Counts saves on or off."""
+    def count(self, in_flight: int) -> None:
+        """Counts slots on or off."""
         with self._counting:
-            self._unstaged += unstaged
             self.in_flight += in_flight
-        self._notice.give()
-
-    def wait_until_staged(self) -> None:
-        """Waits until no save refers to the arrays that it was given."""
-        self.stager.drain()
-        self._notice.wait_for(lambda: self._unstaged == 0)
 
     def wait(self) -> None:
         """Waits until every save that was taken is in all the tiers it was due in, or has failed; raises what escaped a

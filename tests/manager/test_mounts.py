@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.manager import mounts as reporting
+from ckptkit.manager import start_warnings as reporting
 from ckptkit.model.tiers import RAM, SSD
 from ckptkit.store.misplaced import root_problem, tier_problem
 from ckptkit.store.mounts import row_of
