@@ -80,7 +80,7 @@ class Follower:
             return ExitCode.INTERRUPTED
         finally:
             self._end_workers()
-            self._local.close()
+            self._local.templates.close()
             os.close(self._wake)
 
     def _connect(self) -> Connection:
@@ -178,7 +178,7 @@ class Follower:
     def _preload(self) -> None:
         command = python_command(self._workers.command)
         if command is not None:
-            self._local.preload(command)
+            self._local.templates.preload(command)
 
     def _stop(self, grace_s: float) -> None:
         """SIGTERM, and SIGKILL after the grace, which a second order may cut."""

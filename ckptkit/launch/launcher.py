@@ -81,7 +81,7 @@ class Launcher:
             with signals_mean({**acts, **passed_by(self.pass_on)}):
                 code = self._run_attempts()
         finally:
-            self._local.close()
+            self._local.templates.close()
             if self._roster is not None:
                 self._roster.close(int(code))
             with self._wake_lock:
@@ -299,7 +299,7 @@ class Launcher:
         """Looks at the beats: the first worker that hangs is the loss. The log has the stacks of all, from the first
         suspicion on."""
         self._local.tick()
-        if self._roster is not None and self._local.is_warm:
+        if self._roster is not None and self._local.templates.is_warm:
             self._roster.warm_spares()
         hung = self._take_beats(watch)
         if hung is None:
