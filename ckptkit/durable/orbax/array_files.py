@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.durable.cells.writer import zarr_text
-from ckptkit.durable.orbax.files import array_metadatas_text, tree_files
+from ckptkit.durable.orbax.files import process_files, tree_files
 from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.durable.orbax.partial import names_in
 from ckptkit.durable.orbax.shardings import sharding_text
@@ -56,7 +56,7 @@ def _tree_files(tree: Any) -> dict[str, bytes]:
         stored.append(HostShards(record=record, blocks=[]) if isinstance(leaf, jax.Array) else leaf)
     shards = [leaf for leaf in stored if isinstance(leaf, HostShards)]
     if shards:
-        files[f"{paths.ARRAY_METADATAS}/process_0"] = array_metadatas_text(shards, has_sidecar=False).encode()
+        files |= process_files(shards, 0)
     return files | tree_files(treedef.unflatten(stored), ocdbt=False)
 
 
