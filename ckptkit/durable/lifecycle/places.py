@@ -90,6 +90,12 @@ class Place:
             self._below[name] = Place(self.store, self._key(name))
         return self._below[name]
 
+    def above(self, *, timeout_s: float) -> Place:
+        """The directory that it is in."""
+        if self._prefix:
+            return Place(self.store, self._prefix.rpartition("/")[0])
+        return Place.open(self.url.rpartition("/")[0], timeout_s=timeout_s)
+
     def again(self) -> Place:
         """The same directory, to be listed afresh."""
         return Place(self.store, self._prefix)
