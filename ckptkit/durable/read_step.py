@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.cells.pacing import Pace, spread_start
 from ckptkit.durable.cells.placed import PlacedCells, PlacedRanges
 from ckptkit.durable.cells.reader import CellReader, Wanted
 from ckptkit.durable.cells.tensorstore_wait import (
     awaited,
+    base_of,
     large_objects,
     small_objects,
     undamaged,

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ckptkit.durable.lifecycle.certificates import certified_saves
 from ckptkit.durable.lifecycle.classify import grain_names_in
 from ckptkit.durable.lifecycle.listing import newest_committed, read_ancestry, read_root
 from ckptkit.durable.lifecycle.places import (
@@ -26,6 +25,7 @@ from ckptkit.durable.lifecycle.places import (
     readable,
     step_items,
 )
+from ckptkit.durable.lifecycle.root_record import certified_saves
 from ckptkit.durable.lifecycle.step_records import (
     items_missing,
     own_sidecars,

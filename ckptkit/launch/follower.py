@@ -13,10 +13,9 @@ from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.command import python_command
 from ckptkit.launch.control import Connection, ControlError, checked_secret, connect
 from ckptkit.launch.host import LocalHost
-from ckptkit.launch.policy import ExitCode, Hooks, Workers
+from ckptkit.launch.policy import ExitCode, Hooks, JobPlace, Workers, specs_of
 from ckptkit.launch.roster import SILENCE_S, beats_message
 from ckptkit.launch.signals import Told, passed_by, signals_mean
-from ckptkit.launch.specs import JobPlace, specs_of
 from ckptkit.util.clock import Deadline, monotonic_s
 from ckptkit.util.heartbeat import Beats
 

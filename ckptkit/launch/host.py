@@ -12,8 +12,7 @@ from typing import Any, final
 from ckptkit.launch import worker
 from ckptkit.launch.child import Child, Running, child_env, spawn, spawn_command
 from ckptkit.launch.command import PythonCommand, python_command
-from ckptkit.launch.policy import Hooks, Workers
-from ckptkit.launch.specs import WorkerSpec
+from ckptkit.launch.policy import Hooks, Workers, WorkerSpec
 from ckptkit.launch.standby import Standby, StandbyError, Templates
 from ckptkit.util import heartbeat
 from ckptkit.util.clock import monotonic_s

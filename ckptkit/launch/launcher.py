@@ -11,10 +11,19 @@ from typing import Any
 from ckptkit.events import EventLog, Kind
 from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.host import LocalHost
-from ckptkit.launch.policy import ExitCode, HangPolicy, Hooks, Loss, RestartPolicy, Workers
+from ckptkit.launch.policy import (
+    ExitCode,
+    HangPolicy,
+    Hooks,
+    JobPlace,
+    Loss,
+    RestartPolicy,
+    Workers,
+    free_port,
+    specs_of,
+)
 from ckptkit.launch.roster import Report, Roster
 from ckptkit.launch.signals import Told, passed_by, signals_mean
-from ckptkit.launch.specs import JobPlace, free_port, specs_of
 from ckptkit.launch.status import Status
 from ckptkit.launch.watch import Hang, Watch
 from ckptkit.util.clock import Deadline, monotonic_s

@@ -18,8 +18,7 @@ from typing import Any, final
 from ckptkit.launch import worker
 from ckptkit.launch.child import Running, spawn
 from ckptkit.launch.command import PythonCommand
-from ckptkit.launch.policy import Workers
-from ckptkit.launch.specs import has_placeholders
+from ckptkit.launch.policy import Workers, has_placeholders
 from ckptkit.util.clock import Deadline
 
 IMPORT_LIMIT_S = 300.0

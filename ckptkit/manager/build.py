@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ckptkit.durable.cells.kvstore import require_usable
+from ckptkit.durable.cells.tensorstore_wait import require_usable
 from ckptkit.durable.orbax.manager import Setup
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.events import Kind

@@ -10,9 +10,8 @@ from pathlib import Path
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.tiers import DURABLE, Tier
 from ckptkit.store.backends import backend_of
-from ckptkit.store.misplaced import measured_rate_bytes_s, root_problem, tier_problem
-from ckptkit.store.mounts import FileSystem, existing, file_system_of
-from ckptkit.util.sizes import size_text
+from ckptkit.store.mounts import FileSystem, existing, file_system_of, measured_rate_bytes_s, root_problem, tier_problem
+from ckptkit.util.words import size_text
 
 _log = logging.getLogger("ckptkit")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from ckptkit.errors import StoreFullError
-from ckptkit.util.sizes import size_text
+from ckptkit.util.words import size_text
 
 CONTAINER_SHM_BYTES = 64 << 20  # what Docker and Kubernetes give /dev/shm where nobody asks for more
 _UNLIMITED_BYTES = 1 << 60  # version 1 writes "no limit" as a huge number, rounded to pages

@@ -6,8 +6,7 @@ import re
 from contextlib import suppress
 
 from ckptkit.errors import StoreError
-from ckptkit.store.backend import Needed
-from ckptkit.store.backends import backend_of
+from ckptkit.store.backends import Needed, backend_of
 
 _CALLER = re.compile(r"(Anonymous caller|[\w.+-]+@[\w.-]+\w) does not have")
 _TEXT_MAX = 400  # of the service's message: TensorStore appends the whole answer

@@ -10,14 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, final, get_args
+from typing import Final, Literal, TypeVar, final, get_args
 
 from typing_extensions import override
 
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
 from ckptkit.store.base import PutMode, Stat, Store, checked_key
-from ckptkit.store.wrapper import StoreOperation, T, WrapperStore
+from ckptkit.store.wrapper import StoreOperation, WrapperStore
 
+_T = TypeVar("_T")
 StoreEffect = Literal["fail", "fail after", "delay", "tear", "reorder", "full", "io error", "crash"]
 _ONLY_PUTS: Final = ("tear", "full")
 _CHANGES: Final = ("put", "delete")
@@ -122,8 +123,8 @@ class FaultyStore(WrapperStore):
 
     @override
     def _run(
-        self, operation: StoreOperation, key: str, request: Callable[[], T], torn: Callable[[], None] | None = None
-    ) -> T:
+        self, operation: StoreOperation, key: str, request: Callable[[], _T], torn: Callable[[], None] | None = None
+    ) -> _T:
         if key or operation != "list":  # the root itself may be listed
             checked_key(key)
         with self._lock:
