@@ -13,8 +13,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.file_items import FilesSave
+from ckptkit.durable.orbax.host_shards import TextLeaf, can_be_stored
 from ckptkit.durable.orbax.manager import METRICS_ITEM
-from ckptkit.durable.orbax.text_leaf import TextLeaf, can_be_stored
 from ckptkit.model.manifest import STRUCTURE
 from ckptkit.snapshot.describe import leaf_path
 from ckptkit.snapshot.empty_nodes import empty_nodes

@@ -15,9 +15,8 @@ from typing import Any, final
 import fsspec
 
 from ckptkit.errors import StoreError, TransientStoreError
-from ckptkit.store.backends import BACKENDS, PLAIN_PATH, Needed, backend_of
+from ckptkit.store.backends import BACKENDS, PLAIN_PATH, Needed, backend_of, is_refusal, refused
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
-from ckptkit.store.refused import is_refusal, refused
 from ckptkit.store.retry import within_deadline
 from ckptkit.util.package import install_command
 

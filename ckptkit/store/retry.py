@@ -11,8 +11,7 @@ from typing import final
 from typing_extensions import override
 
 from ckptkit.errors import TransientStoreError
-from ckptkit.store.base import PutMode, Store
-from ckptkit.store.wrapper import StoreOperation, T, WrapperStore
+from ckptkit.store.base import PutMode, Store, StoreOperation, T, WrapperStore
 from ckptkit.util.clock import Deadline
 
 _TRY_S_MIN = 1.0  # what a try needs at least: with less left, the last error is the better answer

@@ -15,8 +15,7 @@ from typing import Final, Literal, TypeVar, final, get_args
 from typing_extensions import override
 
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
-from ckptkit.store.base import PutMode, Stat, Store, checked_key
-from ckptkit.store.wrapper import StoreOperation, WrapperStore
+from ckptkit.store.base import PutMode, Stat, Store, StoreOperation, WrapperStore, checked_key
 
 _T = TypeVar("_T")
 StoreEffect = Literal["fail", "fail after", "delay", "tear", "reorder", "full", "io error", "crash"]

@@ -14,8 +14,7 @@ from ckptkit.errors import CorruptCheckpointError, TransientStoreError
 from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.restore.plan import rank_candidates
 from ckptkit.store import MemoryStore, RetryStore
-from ckptkit.store.base import PutMode, Store
-from ckptkit.store.wrapper import WrapperStore
+from ckptkit.store.base import PutMode, Store, WrapperStore
 
 
 @dataclass

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, TransientStoreError
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.store import Store, open_store
-from ckptkit.store.backends import BACKENDS, Needed, backend_of, properties_of
-from ckptkit.store.refused import is_refusal, refused
+from ckptkit.store.backends import BACKENDS, Needed, backend_of, is_refusal, properties_of, refused
 from ckptkit.util.clock import Deadline
 
 BUCKET_DRIVERS = sorted(

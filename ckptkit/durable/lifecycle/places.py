@@ -21,7 +21,7 @@ from ckptkit.model import paths
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
 from ckptkit.store import Store, open_store
 from ckptkit.store.backends import properties_of
-from ckptkit.store.wrapper import StoreOperation, T, WrapperStore
+from ckptkit.store.base import StoreOperation, T, WrapperStore
 
 _REASON_CHARS = 200  # of a library's own words in a message
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)

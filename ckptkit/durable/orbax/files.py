@@ -20,10 +20,9 @@ from orbax.checkpoint._src.metadata import tree as orbax_tree
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PYTREE_METADATA_OPTIONS
 from orbax.checkpoint._src.tree import utils as tree_utils
 
-from ckptkit.durable.orbax.host_shards import HostShards
+from ckptkit.durable.orbax.host_shards import STRINGS_FILE, TEXT_TYPE, HostShards
 from ckptkit.durable.orbax.partial import names_in
 from ckptkit.durable.orbax.shardings import without_devices
-from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, TEXT_TYPE
 from ckptkit.model import paths
 
 _TYPES = {
