@@ -11,24 +11,27 @@ import logging
 import os
 import re
 import sys
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 from ckptkit.util import clock, heartbeat
-from ckptkit.util.hand_over import HandOver
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ckptkit")
 _LINE_BYTES_MAX = 1 << 20  # no event is longer
 LOG_NAME = re.compile(r"attempt-(\d+)-process-(\d+)\.jsonl", re.ASCII)
 # Where launchers and schedulers put a process's index: ours, Slurm, Open MPI, MPICH, an indexed Kubernetes job.
 _PROCESS_VARIABLES = ("CKPTKIT_PROCESS", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
 EVENTS_DIRECTORY = "CKPTKIT_EVENTS"  # a directory: managers that are given no log write one there
+_EXPORT_EVERY_S = 0.1  # so that a burst of events does not wake the exporters' thread for each
+# A thread that computes keeps the interpreter for 5 ms from one that woke up. The step loop waits for one turn at most.
+_TURN_S = _PAUSE_S = 2e-4
 _RESERVED = frozenset({"kind", "at_s", "process", "step", "tier"})
 # Made once: `json.dumps` with separators makes an encoder in every call, half of its time.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -198,7 +201,9 @@ class EventLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _OpenFile(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644))
             _cut_torn_line(self._file.fd)
-        self._exports = _Exports(exporters, process) if exporters else None
+        self._exporting = ExporterThread(exporters, process) if exporters else None
+        if self._exporting is not None:
+            self.observe(self._exporting)
 
     @classmethod
     def for_run(
@@ -281,8 +286,6 @@ class EventLog:
         """Records an event whose time is given, as `emit` records one that happens now: for logs of others."""
         if self._file is not None:
             self._append((event.to_json() + "\n").encode())
-        if self._exports is not None:
-            self._exports.hand_over.put(event)
         for observer in self._observers:
             try:
                 observer(event)
@@ -304,9 +307,10 @@ class EventLog:
 
     def close(self) -> None:
         """Closes the file, and the exporters once they have what was recorded; later events reach only observers."""
-        if self._exports is not None:
-            self._exports.close()
-            self._exports = None
+        if self._exporting is not None:
+            self._observers = [each for each in self._observers if each is not self._exporting]
+            self._exporting.close()
+            self._exporting = None
         self._file = None
 
 
@@ -326,25 +330,66 @@ class Exporter(Protocol):
         ...
 
 
-class _Exports:
-    """The exporters of a log, and the thread that they run in."""
+@final
+class ExporterThread:
+    """An observer that hands each event over to the exporters, which run in a thread of its own, in order.
 
-    def __init__(self, exporters: Sequence[Exporter], process: int):
+    At most `waiting_max` events wait: later ones are dropped and counted. An exception of an exporter is logged, once
+    for each type. Cost of a call: below a microsecond; no lock, no wake-up. The thread pauses after each 0.2 ms of
+    work, so that it does not keep the interpreter from the thread that emits.
+    """
+
+    def __init__(self, exporters: Sequence[Exporter], process: int, *, waiting_max: int = 10_000):
         self._exporters = tuple(exporters)
         for exporter in self._exporters:
             exporter.begin(process)
-        self.hand_over = HandOver(self._export, name="ckptkit-exporters")
+        self._events: deque[Event] = deque()
+        self._waiting_max = waiting_max
+        self.dropped = 0
+        self._failed: set[type[Exception]] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ckptkit-exporters", daemon=True)
+        self._thread.start()
         atexit.register(self.close)
+
+    def __call__(self, event: Event) -> None:
+        """Hands an event over, or drops it where too many wait."""
+        if len(self._events) < self._waiting_max:
+            self._events.append(event)
+        else:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Exports the events that wait, joins the thread, and closes the exporters."""
+        atexit.unregister(self.close)
+        self._ended.set()
+        self._thread.join()
+        for exporter in self._exporters:
+            exporter.close()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EXPORT_EVERY_S):
+            self._drain()
+        self._drain()
+        if self.dropped:
+            _log.warning("%s: %d values were dropped: too many waited", self._thread.name, self.dropped)
+
+    def _drain(self) -> None:
+        turn_s = clock.monotonic_s()
+        while self._events:
+            self._export(self._events.popleft())
+            if clock.monotonic_s() - turn_s > _TURN_S:
+                self._ended.wait(_PAUSE_S)
+                turn_s = clock.monotonic_s()
 
     def _export(self, event: Event) -> None:
         for exporter in self._exporters:
-            exporter.export(event)
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        self.hand_over.close()
-        for exporter in self._exporters:
-            exporter.close()
+            try:
+                exporter.export(event)
+            except Exception as error:  # noqa: BLE001  it is of the user: training goes on
+                if type(error) not in self._failed:
+                    self._failed.add(type(error))
+                    _log.exception("%s failed; more like this are not logged", self._thread.name)
 
 
 class _Span(AbstractContextManager[None]):

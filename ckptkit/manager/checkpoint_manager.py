@@ -13,16 +13,14 @@ import jax
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of_job
-from ckptkit.durable.orbax.monitoring import OrbaxMonitoring
+from ckptkit.durable.orbax.reports import save_entry
 from ckptkit.errors import SaveFailedError
 from ckptkit.events import EventLog, default_log
 from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
 from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.catalog import Catalog
-from ckptkit.manager.log_lines import log_events
-from ckptkit.manager.monitoring import monitor_events
-from ckptkit.manager.orbax_compat import Began, save_entry, saved_step_number, step_number
+from ckptkit.manager.observers import observe_run
 from ckptkit.manager.preemption import LastSaver
 from ckptkit.manager.restore import Resumer
 from ckptkit.manager.restore_handle import RestoreHandle
@@ -33,6 +31,7 @@ from ckptkit.manager.settings import Settings, check_types
 from ckptkit.manager.subclass import warn_of_overrides
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
+from ckptkit.model.paths import saved_step_number, step_number
 from ckptkit.model.policies import ProcessOptions, SaveOptions
 from ckptkit.model.tiers import Tier, checked_tiers
 from ckptkit.save.last_save import LastSave
@@ -108,7 +107,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         refuse_part_of_job(self._options, jax.process_count())
         if not self._options.read_only:
             refuse_unjoined()
-        log_events(self._settings.events, jax.process_index())
         setup = Setup(
             checkpointers=checkpointers,
             metadata=metadata,
@@ -117,8 +115,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             handler_registry=handler_registry,
         )
         asynchronous = self._options.enable_async_checkpointing
-        orbax = OrbaxMonitoring(root_url(directory), asynchronous)
-        monitor_events(self._settings.events, jax.process_index(), orbax)
+        observe_run(self._settings.events, jax.process_index(), root_url(directory), asynchronous=asynchronous)
         job = Job(coordinator=make_coordinator(processes.timeout_s), events=self._settings.events)
         self._components = make_components(root_url(directory), self._settings, setup, job)
         self._durable, self._pipeline = self._components.storage.durable, self._components.pipeline
@@ -175,7 +172,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         that cannot be saved, `SaveFailedError` by `FailurePolicy`, `CheckpointError` before `result()` of a
         `restore_async`.
         """
-        began, step = Began(), saved_step_number(step)
+        start_s, step = clock.monotonic_s(), saved_step_number(step)
         with (
             self._account.saving(step, self._pipeline.under_way) as account,
             self._saver.entered(step) as call,
@@ -190,7 +187,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 metrics=metrics,
                 force=bool(force),
                 custom_metadata=custom_metadata,
-                start_s=began.monotonic_s,
+                start_s=start_s,
             )
             account.taken = self._saver.take(request, call)
             if not account.taken:
@@ -198,10 +195,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         synchronous = not self._options.enable_async_checkpointing
         if synchronous:
             self.wait_until_finished()
-        before_s, self._saved_s = self._saved_s, began.monotonic_s
+        before_s, self._saved_s = self._saved_s, start_s
         if before_s is not None:
-            call.spans.fields["time_between_consecutive_saves_sec"] = began.monotonic_s - before_s
-        self._logger.log_entry(save_entry(began, step, self.directory, call.spans, synchronous=synchronous))
+            call.spans.fields["time_between_consecutive_saves_sec"] = start_s - before_s
+        self._logger.log_entry(save_entry(start_s, step, self.directory, call.spans, synchronous=synchronous))
         return True
 
     def prepare(self, args: Any) -> None:
@@ -250,7 +247,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises ValueError as Orbax does for arguments that do not go together. A tier that cannot be reached raises
         `StoreError` and does not fall back.
         """
-        began = Began()
+        start_s = clock.monotonic_s()
         if certified and (step is not None or directory is not None):
             raise ValueError("restore(certified=True) chooses the step among this run's: give step=None, no directory")
         if certified:
@@ -264,8 +261,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 known = step if directory is None else None
                 wanted = self._resumer.wanted(known, items, restore_kwargs, args)
             if directory is not None:
-                return self._resumer.restore_elsewhere(root_url(directory), step, wanted, began, about)
-            return self._resumer.restore(step, wanted, began, about)
+                return self._resumer.restore_elsewhere(root_url(directory), step, wanted, start_s, about)
+            return self._resumer.restore(step, wanted, start_s, about)
 
     def restore_async(self, step: int | None, args: Any = None) -> RestoreHandle:
         """Begins `restore(step, args=args)` in the background, so that the caller compiles its step meanwhile.
@@ -277,12 +274,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         once all processes have called it. Items that only stock Orbax can read are read by stock Orbax, with its own
         behaviour.
         """
-        began = Began()
+        start_s = clock.monotonic_s()
         with self._account.restoring(self._resumer.waiting_text), self._calls.entered("restore") as about:
             step = step_number(step)
             self._resumer.refuse_while_pending("restore_async")
             wanted = self._resumer.wanted(step, None, None, args)
-        return self._resumer.restore_async(step, wanted, began, about)
+        return self._resumer.restore_async(step, wanted, start_s, about)
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: a step in flight is listed, a failed one is not.

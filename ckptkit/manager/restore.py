@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.lifecycle.root_record import certified_saves
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
+from ckptkit.durable.orbax.reports import Spans, restore_entry
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import (
     CheckpointError,
@@ -22,7 +23,6 @@ from ckptkit.errors import (
 from ckptkit.manager.build import Components
 from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.opening import epoch_records
-from ckptkit.manager.orbax_compat import Began, Spans, restore_entry
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.run_account import RunAccount
 from ckptkit.manager.settings import Settings
@@ -55,7 +55,7 @@ class Resumer:
         self._pending: RestoreHandle | None = None  # a restore whose result() has not returned yet
         self._spans = Spans()  # of the last restore
 
-    def restore(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
+    def restore(self, step: int | None, wanted: RestoreRequest, start_s: float, about: str) -> Any:
         """See `CheckpointManager.restore`. `about` names the call."""
         slots = self._components.pipeline.slots
         slots.hold()
@@ -65,20 +65,20 @@ class Resumer:
             slots.hold(_FIRST_STEP_S)
         if wanted.args is None:
             self._components.history.metadata_index.restored_as_saved()
-        return self._take_over(restored, began)
+        return self._take_over(restored, start_s)
 
-    def restore_async(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> RestoreHandle:
+    def restore_async(self, step: int | None, wanted: RestoreRequest, start_s: float, about: str) -> RestoreHandle:
         """See `CheckpointManager.restore_async`. `about` names the call."""
         self._components.pipeline.slots.hold()
         self._pending = RestoreHandle(
             lambda caller: self._restored(step, wanted, about, caller),
-            lambda restored: self._take_over(restored, began),
+            lambda restored: self._take_over(restored, start_s),
             self._settled,
             lambda: self._account.restoring(self.waiting_text),
         )
         return self._pending
 
-    def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
+    def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreRequest, start_s: float, about: str) -> Any:
         """A restore from the durable root at `url` alone, with this manager's step names and handlers. In its own
         root this run continues from where it was. `about` names the call."""
         options = self._settings.options
@@ -97,7 +97,7 @@ class Resumer:
             with self._spans.measured("checkpointer"):
                 restored = restorer.restore(step, wanted, about)
         self._components.history.branch.continue_from_elsewhere()
-        return self._given(restored, restorer.rejected, began, url)
+        return self._given(restored, restorer.rejected, start_s, url)
 
     def restore_certified(self, calls: CollectiveCalls, restore: Callable[[int], Any]) -> Any:
         """The result of `restore` for the newest step that a replay came to, as process 0 knows them; a damaged one is
@@ -192,7 +192,7 @@ class Resumer:
         finally:
             ledger.reject(each.save_id for each in restorer.rejected if each.is_damage)
 
-    def _take_over(self, restored: Restored, began: Began) -> Any:
+    def _take_over(self, restored: Restored, start_s: float) -> Any:
         """The run continues from what was restored."""
         history, pipeline = self._components.history, self._components.pipeline
         history.branch.continue_from(restored.save_id)
@@ -233,7 +233,7 @@ class Resumer:
                 "while they exist, %s",
                 *(restored.save_id.step, repair),
             )
-        return self._given(restored, rejected, began, self._components.storage.durable.directory)
+        return self._given(restored, rejected, start_s, self._components.storage.durable.directory)
 
     def warn_if_not_durable(self) -> None:
         """At the end of a run that saved nothing after its restore: a WARNING where only fast tiers hold the step."""
@@ -265,7 +265,7 @@ class Resumer:
                 *(step, _newest_first(newer), command_line("pin", self._components.storage.durable.url, "STEP")),
             )
 
-    def _given(self, restored: Restored, rejected: Sequence[Rejection], began: Began, directory: Any) -> Any:
+    def _given(self, restored: Restored, rejected: Sequence[Rejection], start_s: float, directory: Any) -> Any:
         """The restored items, as Orbax would return them."""
         count = self._components.job.coordinator.count
         sources = ", ".join(f"{tier} ({nbytes} bytes)" for tier, nbytes in restored.read_bytes.items())
@@ -279,7 +279,7 @@ class Resumer:
             f". These are the bytes of process 0 of {count}; each process logs the damage that it finds" * (count > 1),
         )
         self._components.storage.durable.stock.lock_default_item(restored.default_item)
-        self._logger.log_entry(restore_entry(began, restored.save_id.step, directory, self._spans))
+        self._logger.log_entry(restore_entry(start_s, restored.save_id.step, directory, self._spans))
         if restored.default_item:
             return restored.items[DEFAULT_ITEM]
         return ocp.args.Composite(**dict(sorted(restored.items.items())))

@@ -71,7 +71,8 @@ class RunAccount:
         finally:
             duration_s = clock.monotonic_s() - begun_s
             if call.taken or failed or duration_s >= _NOTICED_S:
-                self._span("checkpoint_save", step, duration_s, failed=failed)
+                fields: dict[str, Any] = {"duration_s": round(duration_s, 6), **({"failed": True} if failed else {})}
+                self._events.emit(Kind.SPAN, step=step, span="checkpoint_save", **fields)
 
     @contextmanager
     def waiting(self, under_way: SavesUnderWay) -> Iterator[None]:
@@ -82,13 +83,8 @@ class RunAccount:
     @contextmanager
     def restoring(self, text: Callable[[], str]) -> Iterator[None]:
         """A call that restores, or waits for a restore; `text` returns what it waits for."""
-        begun_s, failed = clock.monotonic_s(), True
-        try:
-            with told(text, show=self._progress):
-                yield
-            failed = False
-        finally:
-            self._span("checkpoint_restore", None, clock.monotonic_s() - begun_s, failed=failed)
+        with self._events.span("checkpoint_restore"), told(text, show=self._progress):
+            yield
 
     @contextmanager
     def closing(self, under_way: SavesUnderWay) -> Iterator[None]:
@@ -113,10 +109,6 @@ class RunAccount:
         if step != self._seen and not self._events.tells_steps:
             self._events.emit(Kind.CALLED, step=step, call=call)
         self._seen = step
-
-    def _span(self, name: str, step: int | None, duration_s: float, *, failed: bool) -> None:
-        extra: dict[str, Any] = {"failed": True} if failed else {}
-        self._events.emit(Kind.SPAN, step=step, span=name, duration_s=round(duration_s, 6), **extra)
 
 
 def _text_of(under_way: SavesUnderWay, caller: str = "") -> Callable[[], str]:

@@ -15,12 +15,12 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 from ckptkit.durable.orbax.file_items import FilesSave, written_by
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.orbax.preservation import prunes
+from ckptkit.durable.orbax.reports import Spans
 from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.errors import CheckpointError
 from ckptkit.events import Kind
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import abstract_slot_bytes
-from ckptkit.manager.orbax_compat import Spans
 from ckptkit.manager.settings import Settings
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE

@@ -20,8 +20,10 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import re
+from typing import Any
 
 LOCK_NAME = "lock"
 HANDLER_PREFIX = ".item-"  # of directories into which a handler writes an item, among the slots or in memory
@@ -98,6 +100,28 @@ def checked_name(name: str, what: str) -> str:
 
 
 STEP_LIMIT = 10**12  # steps are below it: what a manifest's name has room for
+
+
+def step_number(step: Any) -> Any:
+    """A step as an int: NumPy's and JAX's scalars too, a training loop's counter often is one; whole floats.
+
+    A value that is not a number is returned as it is: no step has it, and a save refuses it.
+    """
+    try:
+        return operator.index(step)
+    except TypeError:
+        return int(step) if isinstance(step, float) and step.is_integer() else step
+
+
+def saved_step_number(step: Any) -> int:
+    """The same for a save. Raises TypeError for a value that is not a whole number, ValueError for one that no manifest
+    can name."""
+    number = step_number(step)
+    if not isinstance(number, int):
+        raise TypeError(f"step {step!r} is not a whole number")
+    if number >= STEP_LIMIT:
+        raise ValueError(f"step {number} cannot be saved: steps are below {STEP_LIMIT}")
+    return number
 
 
 def manifest_name(step: int, epoch: int, number: int) -> str:

@@ -14,7 +14,7 @@ import pytest
 from jax import monitoring
 
 import ckptkit
-from ckptkit.durable.orbax.monitoring import NOT_TOLD
+from ckptkit.durable.orbax.reports import NOT_TOLD
 from tests.forked import run_forked
 
 ORBAX = Path(ocp.__file__).parent
@@ -82,7 +82,7 @@ def names_in_the_source() -> set[str]:
 
 def test_every_name_of_orbax_is_told_or_has_its_reason() -> None:
     """Breaks when an Orbax tells more than we know of, or a reason is left for a name that no longer exists."""
-    ours = (Path(ckptkit.__file__).parent / "durable" / "orbax" / "monitoring.py").read_text()
+    ours = (Path(ckptkit.__file__).parent / "durable" / "orbax" / "reports.py").read_text()
     told = {name for name in names_in_the_source() if f'"{name}"' in ours.split("}", 1)[1] or _made(name, ours)}
     names = {name for name in names_in_the_source() if not is_inside(name) and "/read/async/" not in name}
     assert names - told == set(NOT_TOLD)

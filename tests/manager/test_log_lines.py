@@ -13,7 +13,7 @@ import pytest
 
 import ckptkit
 from ckptkit.events import EventLog, Kind
-from ckptkit.manager.log_lines import log_events
+from ckptkit.manager.observers import observe_run
 
 OPTIONS = ocp.CheckpointManagerOptions(save_interval_steps=2)
 STATE = {"w": jnp.arange(1000.0)}
@@ -163,8 +163,8 @@ def test_event_has_its_line(
 ) -> None:
     """Breaks when an operator is not told what happened, or told it twice."""
     events = EventLog()
-    log_events(events, 0)
-    log_events(events, 0)  # a second manager over the same log
+    observe_run(events, 0, "/root", asynchronous=True)
+    observe_run(events, 0, "/other", asynchronous=True)  # a second manager over the same log
     events.emit(kind, **fields)  # pyright: ignore[reportArgumentType]
     assert [(record.levelname, record.getMessage()) for record in lines.records] == [(level, line)]
 
@@ -172,7 +172,7 @@ def test_event_has_its_line(
 def test_news_are_logged_once_in_a_job_and_warnings_once_a_minute(lines: pytest.LogCaptureFixture) -> None:
     """Breaks when a thousand processes log each commit, or a tier that fails in every step fills the log."""
     events = EventLog(process=1)
-    log_events(events, 1)
+    observe_run(events, 1, "/root", asynchronous=True)
     events.emit(Kind.COMMITTED, step=1, tier="durable", bytes=1, duration_s=1.0)
     for step in range(50):
         events.emit(Kind.SKIPPED, step=step, tier="ram", policy="skip", reason="too early")
@@ -187,7 +187,7 @@ def test_news_are_logged_once_in_a_job_and_warnings_once_a_minute(lines: pytest.
 def test_problem_of_a_kind_never_seen_is_logged(lines: pytest.LogCaptureFixture) -> None:
     """Breaks when the same tier is degraded for a second reason, and the first hides it."""
     events = EventLog()
-    log_events(events, 0)
+    observe_run(events, 0, "/root", asynchronous=True)
     for reason in ("no space", "no space", "read only"):
         events.emit(Kind.DEGRADED, tier="ssd", reason=reason)
     assert [record.getMessage().rsplit(": ")[-1] for record in lines.records] == ["no space", "read only"]

@@ -15,7 +15,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint import options as _options
-from orbax.checkpoint._src.logging import step_statistics
 from orbax.checkpoint._src.metadata import tree as orbax_tree
 from orbax.checkpoint._src.path import deleter
 from orbax.checkpoint.checkpoint_manager import CheckpointManager as OrbaxManager  # `patch_orbax` replaces `ocp`'s
@@ -395,13 +394,3 @@ def sharding_metadata(sharding: jax.sharding.Sharding) -> Any:
 def tree_metadata(tree: Any) -> Any:
     """Orbax's record of the metadata of a tree."""
     return orbax_tree.build_default_tree_metadata(tree)
-
-
-def save_statistics(**known: Any) -> dict[str, Any]:
-    """The entry that Orbax's managers give their logger after each save."""
-    return dataclasses.asdict(step_statistics.SaveStepStatistics(**known))
-
-
-def restore_statistics(**known: Any) -> dict[str, Any]:
-    """The entry that Orbax's managers give their logger after each restore."""
-    return dataclasses.asdict(step_statistics.RestoreStepStatistics(**known))

@@ -6,18 +6,18 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
 
-from ckptkit.events import Event, EventLog, Kind
+from ckptkit.events import Event, EventLog, ExporterThread, Kind
 from ckptkit.goodput.exporters import METRICS, RunMetrics
 from ckptkit.goodput.exporters.metrics import labels_of
 from ckptkit.save.records import Refusal
 from ckptkit.util import clock
-from ckptkit.util.hand_over import HandOver
 
 
 def at(kind: Kind, at_s: float, step: int | None = None, tier: str | None = None, **fields: object) -> Event:
@@ -124,21 +124,37 @@ def test_number_of_series_is_bounded() -> None:
     assert len([name for name in found(metrics) if name.startswith("ckptkit_span_seconds_total")]) == 1000
 
 
+class Taking:
+    """An exporter that gives each event to `take`."""
+
+    def __init__(self, take: Callable[[Event], None]) -> None:
+        self._take = take
+
+    def begin(self, process: int) -> None:
+        pass
+
+    def export(self, event: Event) -> None:
+        self._take(event)
+
+    def close(self) -> None:
+        pass
+
+
 def test_exporter_that_hangs_drops_events_and_never_waits() -> None:
     """Breaks when a collector that does not answer stops the training, or takes all memory."""
     go_on, taken = threading.Event(), []
 
-    def take(value: int) -> None:
+    def take(event: Event) -> None:
         go_on.wait(30)
-        taken.append(value)
+        taken.append(event.step)
 
-    values = HandOver(take, name="ckptkit-test", waiting_max=10)
-    for value in range(1000):
-        values.put(value)
-    assert values.dropped >= 980
+    observer = ExporterThread([Taking(take)], 0, waiting_max=10)
+    for step in range(1000):
+        observer(at(Kind.CALLED, 0.0, step=step))
+    assert observer.dropped >= 980
     go_on.set()
-    values.close()
-    assert len(taken) + values.dropped == 1000
+    observer.close()
+    assert len(taken) + observer.dropped == 1000
     assert taken == sorted(taken)
 
 
@@ -148,20 +164,20 @@ def test_exporter_that_works_hard_pauses_for_the_step_loop(monkeypatch: pytest.M
     monkeypatch.setattr(clock, "monotonic_s", lambda: now["s"])
     go_on, all_there, pauses = threading.Event(), threading.Event(), []
 
-    def work(value: int) -> None:
+    def work(event: Event) -> None:
         go_on.wait(30)
         now["s"] += 2**-13
-        if value == 99:
+        if event.step == 99:
             all_there.set()
 
-    values = HandOver(work, name="ckptkit-test")
-    wait = values._ended.wait
-    monkeypatch.setattr(values._ended, "wait", lambda timeout_s: pauses.append(timeout_s) or wait(timeout_s))
-    for value in range(100):
-        values.put(value)
+    observer = ExporterThread([Taking(work)], 0)
+    wait = observer._ended.wait
+    monkeypatch.setattr(observer._ended, "wait", lambda timeout_s: pauses.append(timeout_s) or wait(timeout_s))
+    for step in range(100):
+        observer(at(Kind.CALLED, 0.0, step=step))
     go_on.set()
     assert all_there.wait(30)
-    values.close()
+    observer.close()
     assert len([pause for pause in pauses if pause < 0.01]) == 50  # 0.2 ms are over after each second value
 
 
@@ -182,13 +198,14 @@ class Failing:
 
 def test_exporter_that_raises_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Breaks when an exporter's error ends a training, or fills its log, or loses events of the file."""
-    exporter = Failing()
-    log = EventLog(tmp_path / "log.jsonl", process=3, exporters=[exporter])
+    exporter, taken = Failing(), []
+    log = EventLog(tmp_path / "log.jsonl", process=3, exporters=[exporter, Taking(taken.append)])
     for step in range(20):
         log.emit(Kind.CALLED, step=step, call="save")
     log.close()
     log.close()
     assert exporter.calls == ["begin 3", *["called"] * 20, "close"]
+    assert len(taken) == 20, "the next exporter lacks what this one failed at"
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 20
 

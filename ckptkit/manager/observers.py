@@ -1,4 +1,4 @@
-"""The log lines of a run: one for each event that an operator wants to read."""
+"""The observers that a manager adds to its event log: they log lines, and report to `jax.monitoring`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import final
 
+from jax import monitoring
+
+from ckptkit.durable.orbax.reports import OrbaxNames
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.health import FirstOfMany
@@ -15,19 +18,49 @@ from ckptkit.util.words import size_text
 _log = logging.getLogger("ckptkit")
 _LIKE_CHARS = 40  # of a reason: numbers come later
 _REASON_CHARS_MAX = 400  # the event has all of it
+_UNREPORTED = frozenset({Kind.CALLED, Kind.PHASE})  # often, and without a length
 
 
-def log_events(events: EventLog, process: int) -> None:
-    """Logs from now on what happens: news at INFO, by process 0 alone; what needs a look at WARNING, by each process.
+def observe_run(events: EventLog, process: int, url: str, *, asynchronous: bool) -> None:
+    """Logs and reports every event from now on; the manager is in process `process`, its durable root at `url`.
 
-    Warnings of one kind are logged once a minute, with the number of those that were left out.
+    Adds nothing that another manager has added to the same log. Only process 0 reports Orbax's names, as in Orbax.
     """
-    events.observe(_LogLines(process), once="log lines")
+    observers: dict[str, Callable[[Event], None]] = {"log lines": _LogLines(process), "jax.monitoring": _report_event}
+    if process == 0:
+        observers["Orbax's names"] = OrbaxNames(url, asynchronous=asynchronous)
+    for name, observer in observers.items():
+        events.observe(observer, once=name)
+
+
+def _report_event(event: Event) -> None:
+    """Reports an event to `jax.monitoring`.
+
+    An event is `/ckptkit/<kind>`, with its tier; a length of time in it `/ckptkit/<kind>/<field>_secs`, its bytes
+    `/ckptkit/<kind>/bytes`; a span `/ckptkit/span/<name>/duration_secs`.
+    """
+    if event.kind in _UNREPORTED:
+        return
+    name = f"/ckptkit/{event.kind}"
+    if event.kind == Kind.SPAN:
+        name += f"/{event.fields['span']}"
+    labels = {} if event.tier is None else {"tier": event.tier}
+    monitoring.record_event(name, **labels)
+    for field, value in event.fields.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if field.endswith("_s"):
+            monitoring.record_event_duration_secs(f"{name}/{field.removesuffix('_s')}_secs", float(value), **labels)
+        elif field == "bytes":
+            monitoring.record_scalar(f"{name}/bytes", value, **labels)
 
 
 @final
 class _LogLines:
-    """An observer of events."""
+    """Logs what an operator wants to read: news at INFO, by process 0 alone; problems at WARNING, by each process.
+
+    Warnings of one kind are logged once a minute, with the number of those that were left out.
+    """
 
     def __init__(self, process: int):
         self._is_first = process == 0
