@@ -35,11 +35,10 @@ FIGURES: Mapping[str, str] = {
     "bucket_save_requests": "requests of a save",
     "bucket_restore_requests": "requests of a restore",
 }
-# Strategies of staging that `stall` forces, each with figures of its own (`blocking_ms.ready.alias`). A figure that
-# names none is of what ckptkit chooses by itself: `slot_copy` on CPU devices.
+# Strategies of staging that `stall` forces, each with figures of its own (`blocking_ms.ready.device_copy`). A figure
+# that names none is of what ckptkit chooses by itself: `slot_copy` on CPU devices.
 STRATEGIES: Mapping[str, str] = {
     "device_copy": "staged by a copy on the device, as accelerators stage by default",
-    "alias": "staged without a copy: the next step allocates its results afresh",
 }
 # Of `gpu`, by their words: the samples of a contender, and what they are multiplied with.
 GPU_FIGURES = {

@@ -35,7 +35,7 @@ def measure(run: Run) -> Measured:
         idle = IdleLoop(compute.state)
         if run.scale < _TINY_SCALE:
             idle.steps, idle.sleep_s = 3, 0.05
-        run_loop(run, idle, _with(contenders, "alias", "device_copy"), limit, recorder, details)
+        run_loop(run, idle, _with(contenders, "device_copy"), limit, recorder, details)
     return Measured(samples=recorder.samples, details=details)
 
 

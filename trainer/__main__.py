@@ -57,7 +57,6 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--learning-rate", type=click.FloatRange(0), help="Peak rate.  [default: the preset's]")
 @click.option("--schedule-steps", type=click.IntRange(1), help="Length of the rate schedule.  [default: --steps]")
 @click.option("--compute-dtype", type=DTYPES, help="The dtype of matmuls.  [default: the preset's]")
-@click.option("--split-step", is_flag=True, help="Gradient and update apart; same bits.")
 @click.option("--data", default="stdlib", help="Text file, directory, or stdlib.")
 @click.option("--run-dir", default="runs/default", help="Where a run keeps what has no other place.")
 @click.option("--corpus-dir", help="Where corpora are built.  [default: RUN_DIR/corpus]")
@@ -173,7 +172,6 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
         else None,
         loop=LoopConfig(
             steps=flags["steps"],
-            split_step=flags["split_step"],
             compile_cache=flags["compile_cache"]
             or os.environ.get("JAX_COMPILATION_CACHE_DIR")
             or str(run_dir / "compile-cache"),

@@ -169,16 +169,6 @@ def _args(state: State, position: Position) -> Any:
     )
 
 
-def wait_until_staged(manager: Any | None, events: EventLog) -> None:
-    """Wait for the last save's copy out of the device memory that the coming update will donate.
-
-    It is within a step and yet the save's time: a span of its own keeps it from counting as productive.
-    """
-    if manager is not None:
-        with events.span("checkpoint_save"):
-            manager.wait_until_staged()
-
-
 def check_writable(directory: str | None, flag: str, *, remote: bool = False) -> None:
     """Refuse a local directory that cannot be made or written, and a URL unless `remote`. The error names the flag.
 

@@ -186,7 +186,6 @@ class LoopConfig:
     """How long to train and what to report."""
 
     steps: int
-    split_step: bool = False
     compile_cache: str | None = None
     proof: str | None = None
     log_every: int | None = 10  # None is silent

@@ -23,7 +23,6 @@ from trainer.checkpoint import (
     restore_newest,
     save,
     save_end,
-    wait_until_staged,
 )
 from trainer.cluster import join
 from trainer.config import MeshConfig, RunConfig
@@ -82,7 +81,6 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         take_step = compile_step(
             program,
             batch_shape,
-            split=loop.split_step,
             cache=programs_cache(loop.compile_cache),
             key=repr((model, config.optimizer, config.data.seed)),
         )
@@ -117,7 +115,7 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         if proof:
             proof.add_records(step, batch.rows)
         with events.span("step", step):
-            state, loss = take_step(loop_state.state, batch.tokens, lambda: wait_until_staged(manager, events))
+            state, loss = take_step(loop_state.state, batch.tokens)
             loss_nats = float(loss)  # waits: a save that found the step unfinished would count it as its own stall
         if proof:
             proof.add_loss(step, loss_nats)

@@ -28,8 +28,8 @@ def plan(words: Sequence[str]) -> ReplayPlan:
     start = start_position(corpus, global_batch=config.data.global_batch, seed=config.data.seed)
 
     def make_step() -> Any:
-        take = compile_step(program, (config.data.global_batch, corpus.record_bytes), split=config.loop.split_step)
-        return lambda state, tokens: take(state, tokens, lambda: None)[0]
+        take = compile_step(program, (config.data.global_batch, corpus.record_bytes))
+        return lambda state, tokens: take(state, tokens)[0]
 
     def make_batches(step: int, restored: Any) -> Iterator[jax.Array]:
         position = resume_position(restored["data"], start)

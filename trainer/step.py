@@ -1,4 +1,4 @@
-"""The training step over a functional state: whole, or split into gradient and donating update.
+"""The training step over a functional state.
 
 The state is one `nnx.State` pytree: `model` (parameters), `optimizer` (moments and counters) and `dropout` (a key and
 a counter). A checkpoint of it, with the data position, is all that a resumed run needs.
@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from ckptkit.resume import compiled
@@ -22,7 +21,7 @@ from trainer.optimizer import make_optimizer
 from trainer.sharding import OFFLOADED, USE_SPECS, P, batch_sharding, shard_state
 
 State = nnx.State
-StepFn = Callable[[State, jax.Array, Callable[[], None]], tuple[State, jax.Array]]
+StepFn = Callable[[State, jax.Array], tuple[State, jax.Array]]
 
 
 class Train(nnx.Module):
@@ -42,9 +41,9 @@ class Program:
     mesh: Mesh
     abstract_state: State
     init: Callable[[], State]
-    whole: Any  # (state, tokens) -> (state, loss), donates state
-    gradient: Any  # (state, tokens) -> (gradients, loss), leaves state alone
-    update: Any  # (state, gradients) -> state, donates state
+    step: Any  # (state, tokens) -> (state, loss), donates state
+    gradient: Any  # (state, tokens) -> (gradients, loss), leaves state alone: the first half of a step
+    update: Any  # (state, gradients) -> state, donates state: the second half
 
 
 def abstract_train(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[nnx.GraphDef[Train], State]:
@@ -53,10 +52,7 @@ def abstract_train(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[nnx.
 
 
 def make_program(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh, *, seed: int) -> Program:
-    """Build the functions of a run; nothing is compiled or allocated until they are called.
-
-    `whole` gives the same bits as `gradient` then `update`; see `_as_if_returned` for how.
-    """
+    """Build the functions of a run; nothing is compiled or allocated until they are called."""
     graphdef, abstract = abstract_train(model, optimizer)
     abstract_state = shard_state(abstract, mesh, offload=optimizer.offload)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
@@ -85,9 +81,9 @@ def make_program(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh, *, 
         train.dropout.count[...] += 1  # the step's key is spent
         return nnx.state(train)
 
-    def whole(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
+    def step(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
         gradients, loss = gradient(state, tokens)
-        return update(state, _as_if_returned(gradients, shardings["model"])), loss
+        return update(state, gradients), loss
 
     # It runs once: on CPU, XLA's level 1 compiles it in half the time (2.4 s instead of 4.6 for `tiny`).
     quickly = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
@@ -95,7 +91,7 @@ def make_program(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh, *, 
         mesh=mesh,
         abstract_state=abstract_state,
         init=jax.jit(init, out_shardings=shardings, compiler_options=quickly),
-        whole=jax.jit(whole, donate_argnums=0, out_shardings=(shardings, replicated)),
+        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated)),
         gradient=jax.jit(gradient, out_shardings=(shardings["model"], replicated)),
         update=jax.jit(update, donate_argnums=0, out_shardings=shardings),
     )
@@ -109,24 +105,6 @@ def _on_device(state: State, shardings: State) -> State:
         return leaf if is_there else jax.device_put(leaf, sharding.with_memory_kind("device"))
 
     return jax.tree.map(fetched, state, shardings)
-
-
-def _as_if_returned(gradients: State, shardings: State) -> State:
-    """Pin the gradients as the end of a jitted function would, so that the update gives the same bits.
-
-    Each part was needed for equal bits on CPU (jax 0.10.2). Without the sharding, gradients are reduced in another
-    order; without the row-major layout, so is the global norm. The barrier keeps fusion from crossing. It is done on
-    each device's own part, because the partitioner would gather whole gradients to lay them out.
-    """
-    specs = jax.tree.map(lambda s: s.spec, shardings)
-    mesh = jax.tree.leaves(shardings)[0].mesh
-
-    def pin(parts: State) -> State:
-        parts = jax.tree.map(lambda g: with_layout_constraint(g, Layout(tuple(range(g.ndim)))), parts)
-        return jax.lax.optimization_barrier(parts)
-
-    # check_vma=False: the check does not know that a layout constraint keeps equal parts equal.
-    return jax.shard_map(pin, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)(gradients)
 
 
 def _accumulate(
@@ -160,37 +138,17 @@ def programs_cache(compile_cache: str | None) -> Path | None:
 
 
 def compile_step(
-    program: Program, batch_shape: tuple[int, int], *, split: bool, cache: Path | None = None, key: Any = None
+    program: Program, batch_shape: tuple[int, int], *, cache: Path | None = None, key: Any = None
 ) -> StepFn:
     """Compile now, or load what an earlier start of the same program left in `cache`.
 
-    Returns `take_step(state, tokens, gate) -> (state, loss)`, which consumes `state`.
+    Returns `take_step(state, tokens) -> (state, loss)`, which consumes `state`.
 
     Args:
         program: the functions.
         batch_shape: (global batch, T + 1) of the int32 tokens.
-        split: call `gate()` between gradient and update, the last moment at which the old state may still be read;
-            otherwise `gate` comes before the whole step.
         cache: directory of compiled programs, of this user alone; None keeps none.
         key: what `program` was made from, besides sources: its configuration.
     """
     tokens = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding(program.mesh))
-    state = program.abstract_state
-    if not split:
-        whole = compiled(program.whole, state, tokens, cache=cache, key=key)
-
-        def take_whole_step(state: State, tokens: jax.Array, gate: Callable[[], None]) -> tuple[State, jax.Array]:
-            gate()
-            return whole(state, tokens)
-
-        return take_whole_step
-
-    gradient = compiled(program.gradient, state, tokens, cache=cache, key=key)
-    update = compiled(program.update, state, state["model"], cache=cache, key=key)
-
-    def take_split_step(state: State, tokens: jax.Array, gate: Callable[[], None]) -> tuple[State, jax.Array]:
-        gradients, loss = gradient(state, tokens)
-        gate()
-        return update(state, gradients), loss
-
-    return take_split_step
+    return compiled(program.step, program.abstract_state, tokens, cache=cache, key=key)

@@ -40,9 +40,6 @@ class StockOrbax:
     def prepare(self, args: Any) -> None:
         """Orbax makes no room beforehand."""
 
-    def wait_until_staged(self) -> None:
-        """Orbax's `save` returns only when the state may be donated."""
-
     def restore_async(self, step: int | None, *, args: Any) -> "Restored":
         """The newest step, read before this returns."""
         started_s = time.monotonic()

@@ -87,9 +87,7 @@ def staging(facts: Facts) -> list[Advice]:
         return []
     reason = str(blocked[-1].fields.get("reason", "nobody says why"))
     what = f"{count_text(len(blocked), 'save')} stopped the step loop for the whole copy: {reason}"
-    return _said(
-        "staging", "slow", what, "leave device memory for a copy, or split the step: `SaveOptions(staging='gate')`"
-    )
+    return _said("staging", "slow", what, "leave device memory for a copy of the state")
 
 
 def commits(facts: Facts) -> list[Advice]:

@@ -11,25 +11,21 @@ from ckptkit.durable.orbax.manager import Setup
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
+from ckptkit.manager.fast_tiers import gather_job_hosts, make_tiers, open_arenas, open_peers, own_host_dirs
 from ckptkit.manager.metadata import MetadataIndex, durable_infos
-from ckptkit.manager.mounts import report_durable_mount, report_tier_mounts
-from ckptkit.manager.opening import (
-    epoch_records,
-    first_look,
-    gather_job_hosts,
-    make_tiers,
-    open_arenas,
-    open_peers,
-    own_host_dirs,
+from ckptkit.manager.root import epoch_records, first_look
+from ckptkit.manager.settings import Settings
+from ckptkit.manager.start_warnings import (
+    report_durable_mount,
+    report_tier_mounts,
     say_left,
     say_what_was_left,
-    take_stock,
     warn_of_other_hosts,
     warn_of_other_roots,
     warn_of_slots_alone,
     warn_of_unrecorded,
 )
-from ckptkit.manager.settings import Settings
+from ckptkit.manager.stock import take_stock
 from ckptkit.model.manifest import Writer
 from ckptkit.model.tiers import DURABLE, Tier
 from ckptkit.peers import PeerLink

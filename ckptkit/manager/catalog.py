@@ -13,8 +13,8 @@ from ckptkit.job.coordination import ScopedCoordinator
 from ckptkit.manager.build import Components
 from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.metadata import durable_infos
-from ckptkit.manager.opening import take_stock
 from ckptkit.manager.restore import Resumer
+from ckptkit.manager.stock import take_stock
 from ckptkit.restore.request import Choose, RestoreRequest
 from ckptkit.restore.restorer import Restored
 

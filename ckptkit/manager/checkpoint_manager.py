@@ -28,7 +28,7 @@ from ckptkit.manager.run_account import RunAccount
 from ckptkit.manager.save import Request, Saver
 from ckptkit.manager.scrub import SlotScrub, scrub_slots
 from ckptkit.manager.settings import Settings, check_types
-from ckptkit.manager.subclass import warn_of_overrides
+from ckptkit.manager.start_warnings import warn_of_overrides
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import saved_step_number, step_number
@@ -470,10 +470,3 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         likes. Cost: a read of every slot. Raises `StoreError` if a slot may not be read.
         """
         return scrub_slots(self._components.storage.arenas.values(), self._settings.events)
-
-    def wait_until_staged(self) -> None:
-        """Returns once everything that `save` was given may be donated, also with `staging="gate"`: for a step that is
-        split into gradient and donating update, to call between the two. Raises nothing: a save that failed while it
-        was staged is reported as any other.
-        """
-        self._pipeline.wait_until_staged()

@@ -22,8 +22,8 @@ from ckptkit.errors import (
 )
 from ckptkit.manager.build import Components
 from ckptkit.manager.calls import CollectiveCalls
-from ckptkit.manager.opening import epoch_records
 from ckptkit.manager.restore_handle import RestoreHandle
+from ckptkit.manager.root import epoch_records
 from ckptkit.manager.run_account import RunAccount
 from ckptkit.manager.settings import Settings
 from ckptkit.model.tiers import DURABLE

@@ -20,13 +20,12 @@ from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.errors import CheckpointError
 from ckptkit.events import Kind
 from ckptkit.manager.build import Components
-from ckptkit.manager.opening import abstract_slot_bytes
 from ckptkit.manager.settings import Settings
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.ledger import OVERTAKEN, StepRecord
 from ckptkit.save.records import Admission, Ticket
-from ckptkit.snapshot.copying import transfer_bytes
+from ckptkit.snapshot.copying import abstract_slot_bytes, transfer_bytes
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems, abstract_items, as_it_is, save_items
 from ckptkit.snapshot.json_values import require_json, require_json_dict

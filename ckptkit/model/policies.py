@@ -61,9 +61,7 @@ class BroadcastOptions:
         return max(2, self.host_bytes // width - replicas - 2)
 
 
-Strategy = Literal[
-    "slot_copy", "device_copy", "pinned_host", "gate", "alias", "block"
-]  # see `ckptkit.snapshot.staging`
+Strategy = Literal["slot_copy", "device_copy", "pinned_host", "block"]  # see `ckptkit.snapshot.staging`
 StagingChoice = Strategy | Literal["auto"]
 DurableBusy = Literal["wait", "skip"]
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "::0", "0", "*")
@@ -205,8 +203,7 @@ class SaveOptions:
     """How a manager saves.
 
     Args:
-      staging: how a save keeps the state alive (`ckptkit.snapshot.staging`): `auto`, or a strategy by name. With
-        `gate` the state may be donated only after `wait_until_staged`.
+      staging: how a save keeps the state alive (`ckptkit.snapshot.staging`): `auto`, or a strategy by name.
       in_flight_max: how many snapshots may be in flight, that is, before their first commit by all processes. A save
       beyond this limit is skipped everywhere, with an event; a save that is due in the durable tier waits. Without a
       ramdisk tier a snapshot is in flight until every tier has it, so this limits the snapshots in memory.

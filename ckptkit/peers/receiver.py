@@ -20,7 +20,8 @@ from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.peers.server import Answer
 from ckptkit.peers.share_index import NAMED_SAVE, RANGE_BYTES_MAX, save_named
-from ckptkit.slots.arena import Arena, Slot
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.files import Slot
 
 _COPY = re.compile(rf"/copies/{NAMED_SAVE}/([0-9]{{1,6}})(|/bytes|/manifest)")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/\*")

@@ -44,7 +44,7 @@ from ckptkit.restore.tree import Target
 from ckptkit.store.backends import properties_of
 from ckptkit.util import clock
 from ckptkit.util.gc_pause import old_afterwards
-from ckptkit.util.pages import PAGE_BYTES
+from ckptkit.util.pages import whole_pages
 from ckptkit.util.words import command_line, on_each_host
 
 _T = TypeVar("_T")
@@ -435,8 +435,7 @@ def _array_bytes(items: Any) -> int:
 
 
 def _slot_bytes(targets: Sequence[Target]) -> int:
-    pages = 0
-    for form, count in Counter([target.form for target in targets]).items():
-        itemsize = itemsize_of(form.dtype)
-        pages += count * sum(-(-box.size * itemsize // PAGE_BYTES) for box in form.boxes)
-    return pages * PAGE_BYTES
+    return sum(
+        count * sum(whole_pages(box.size * itemsize_of(form.dtype)) for box in form.boxes)
+        for form, count in Counter([target.form for target in targets]).items()
+    )

@@ -11,7 +11,8 @@ from typing import final
 import numpy as np
 
 from ckptkit.errors import StoreFullError
-from ckptkit.slots.arena import UNKNOWN, Arena, Contents, Slot
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.files import UNKNOWN, Contents, Slot
 from ckptkit.snapshot.describe import SlotExtent
 from ckptkit.util.disk_file import PIECE_BYTES
 from ckptkit.util.pages import PAGE_BYTES

@@ -18,7 +18,7 @@ from ckptkit.save.protocol import Ask, Do, Effect, SaveProtocol
 from ckptkit.save.records import Refusal, Save, SaveTargets, SealedSave
 from ckptkit.save.replica_check import ReplicaComparison
 from ckptkit.save.voting import TierWork, Verdict, joined
-from ckptkit.slots.arena import Slot
+from ckptkit.slots.files import Slot
 from ckptkit.snapshot.describe import Digests
 
 

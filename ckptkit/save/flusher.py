@@ -21,7 +21,8 @@ from ckptkit.save.peer_copy import PeerCopyWork
 from ckptkit.save.protocol import Do, Idle, Machinery, SaveProtocol, SideBySide, Wait
 from ckptkit.save.records import DiskFlush, Refusal, Save, SaveTargets, SealedSave, Ticket
 from ckptkit.save.voting import TierWork, Voting
-from ckptkit.slots.arena import Arena, Slot
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.files import Slot
 from ckptkit.snapshot.describe import Description, SlotExtent, box_array
 from ckptkit.snapshot.items import SaveItems
 from ckptkit.util import clock

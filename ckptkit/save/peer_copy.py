@@ -10,7 +10,8 @@ from ckptkit.save.outcomes import Outcomes
 from ckptkit.save.protocol import Do, SaveProtocol
 from ckptkit.save.records import PeerCopies, Save, SealedSave
 from ckptkit.save.voting import TierWork
-from ckptkit.slots.arena import Arena, Slot
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.files import Slot
 from ckptkit.util.clock import Deadline
 
 _TRANSFER_SHARE = 0.5  # of the longest wait for other processes: a slow sender still comes to the vote in time

@@ -41,7 +41,7 @@ from ckptkit.save.retention import Retention
 from ckptkit.save.slot_maker import SlotMaker
 from ckptkit.save.under_way import SavesUnderWay, StallWatch, described
 from ckptkit.save.voting import Voting
-from ckptkit.slots.arena import Slot
+from ckptkit.slots.files import Slot
 from ckptkit.snapshot.describe import Describer, Description
 from ckptkit.snapshot.items import SaveItems
 from ckptkit.util import clock, heartbeat

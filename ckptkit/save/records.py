@@ -14,7 +14,8 @@ from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.receiver import CopyReceiver
 from ckptkit.save.disk_copy import DiskCopy
-from ckptkit.slots.arena import Arena, Slot
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.files import Slot
 from ckptkit.snapshot import describe, staging
 from ckptkit.snapshot.items import SaveItems
 from ckptkit.snapshot.replicas import LocalReplica

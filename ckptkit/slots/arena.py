@@ -10,85 +10,32 @@ A slot is the file that its directory names. One that was unlinked, replaced or 
 
 from __future__ import annotations
 
-import mmap
 import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeVar, final
+from typing import final
 
 import numpy as np
 
-from ckptkit.errors import CheckpointError, StoreFullError, TierUnusableError
+from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId, refuse_unreadable
-from ckptkit.slots import files as slot_files
-from ckptkit.slots.files import (
-    LESS_ON_MOUNT,
-    FileIdentity,
-    allocated,
-    identity_of,
-    map_file,
-    remove_slots,
-    take_directory,
-    whole_pages,
-)
-from ckptkit.slots.host_memory import HostMemory, Room, mount_room, refuse_beyond
+from ckptkit.slots.adopted import AdoptedDirectories
+from ckptkit.slots.directory import give_up, remove_slots, remove_unfinished, retake, take_directory
+from ckptkit.slots.files import UNKNOWN, Slot, SlotFiles, file_bytes, reusable
+from ckptkit.slots.host_memory import HostMemory, SlotRoom
 from ckptkit.slots.latest_pointer import Newest
 from ckptkit.slots.reader import manifest_name_of, read_manifests, readable_slot_directories
 from ckptkit.store import LocalStore
-from ckptkit.store.local import sync_directory
 from ckptkit.util.clock import Deadline
-from ckptkit.util.disk_file import DiskFile, Method
-from ckptkit.util.pages import populate
+from ckptkit.util.disk_file import Method
 
 ALL = "committed by all"
 _CROWD_WAIT_S = 5.0  # of a first save, for another process of the host that removes what a job of another size left
 _CROWD_LOOK_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """The bytes of a slot on a disk, as far as they are known: a digest for each cell, by its byte range. `kept_saves`:
-    how many saves in a row have left some of them as they were."""
-
-    digests: Mapping[tuple[int, int], str]
-    kept_saves: int = 0
-
-
-UNKNOWN: Final = Contents({})
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """One reusable block of host memory. `memory` is a flat uint8 view; no jax.Array may reference it."""
-
-    name: str
-    memory: np.ndarray
-    save_id: SaveId | None = None  # the save in its committed manifest
-    leases: int = 0  # who reads or writes it now
-    contents: Contents = UNKNOWN  # whoever writes the slot sets it; unknown again where a write or a sync fails
-
-
-class Reusable(Protocol):
-    """The conditions for writing a slot."""
-
-    save_id: SaveId | None
-    leases: int
-
-
-_Slot = TypeVar("_Slot", bound=Reusable)
-
-
-def reusable(slots: Iterable[_Slot], protected: Collection[SaveId]) -> _Slot | None:
-    """The slot to be written next: an empty one, or the one with the oldest save. None while all are leased or hold
-    a protected save."""
-    free = [slot for slot in slots if slot.leases == 0 and slot.save_id not in protected]
-    return min(free, key=lambda slot: slot.save_id or SaveId(-1, -1, -1), default=None)
 
 
 @final
@@ -112,19 +59,15 @@ class Arena:
     ):
         self.directory = directory
         self._processes = processes  # of the job
-        self._memory = memory  # whose limits the slots keep; None for a disk
+        self._room = SlotRoom(directory, memory)
         self.synced = synced
         self._lock_fd = lock_fd
         self._changed = threading.Condition()
         self._slots = [Slot(paths.slot_name(i), np.empty(0, np.uint8)) for i in range(slots)]
-        self._maps: dict[str, mmap.mmap] = {}  # of slots in memory
-        self._files: dict[str, DiskFile] = {}  # of slots on a disk
-        self._made: dict[str, FileIdentity | None] = {}  # the files of slots, and the lock: as they were taken
+        self._files = SlotFiles(directory, synced=synced)
         self.on_lost: Callable[[CheckpointError], None] = lambda error: None  # told what `acquire` made anew
-        self.method: Method = "direct"  # how these are written, where the file system allows it
-        self._probed = False
         self._protected: dict[str, frozenset[SaveId]] = {}  # by the reason
-        self._adopted: list[Arena] = []  # of processes that ended: nothing is saved there any more
+        self._adopted = AdoptedDirectories(synced=synced)
         self._outgrown: set[str] = set()  # slots that a job of another size made, until they are made anew
         # Until the first save that all commit, the state of such a job takes room on this host: each process makes one
         # slot, so that every one of them can commit.
@@ -134,10 +77,9 @@ class Arena:
         self._retired: list[Slot] = []  # beyond today's count: they stay while what they hold is protected
         self._newest = Newest(directory, synced=synced) if directory is not None else None
         if directory is not None:
-            self._made[paths.LOCK_NAME] = identity_of(directory / paths.LOCK_NAME)
             self._take_over(directory, keeps_found)
         if memory is not None:
-            memory.add_taker(lambda: sum(map(self._allocated_bytes, self._slots)))
+            memory.add_taker(lambda: sum(self._files.allocated_bytes(slot) for slot in self._slots))
 
     @classmethod
     def open(
@@ -172,15 +114,12 @@ class Arena:
     def adopt(self) -> None:
         """Takes the directories of this host that no process holds, with what ended processes of a larger job left.
 
-        To be called by one process of a host, when all have opened their arenas. A restore finds their saves. A save
-        that this arena does not protect any more is removed, at the latest for the first save, and a directory once it
-        holds nothing. If this process dies between, the next one finds the rest.
+        To be called by one process of a host, when all have opened their arenas. A save there that this arena does not
+        protect any more is removed, at the latest for the first save (`AdoptedDirectories`).
         """
-        if self.directory is None:
-            return
-        for directory, fd in slot_files.take_left(self.directory.parent):
-            self._adopted.append(Arena(directory, slots=0, synced=self.synced, lock_fd=fd, keeps_found=True))
-        self._remove_empty()
+        if self.directory is not None:
+            with self._changed:
+                self._adopted.take(self.directory.parent)
 
     def reserve(self, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
         """Makes every free slot at least `size_bytes` large and faults its pages in; for a background thread.
@@ -195,20 +134,21 @@ class Arena:
                 return  # to be called again
             turn()
             with self._changed:
-                if slot.leases or slot not in self._slots or not self._may_reserve(slot, size_bytes):
+                would_lose = slot.save_id is not None and self._files.allocated_bytes(slot) < size_bytes
+                if slot.leases or slot not in self._slots or would_lose:
                     continue
                 slot.leases = 1
             try:
                 self._grow(slot, size_bytes, turn)
-                if self.synced:
-                    self._warm_up(slot)
+                if self.synced and slot.save_id is None:
+                    self._files.warm_up(slot)
             finally:
                 self.release(slot)
 
     def missing_bytes(self, size_bytes: int) -> int:
         """The bytes still to allocate until every slot has `size_bytes`."""
-        slot_bytes = whole_pages(size_bytes)
-        return sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
+        slot_bytes = file_bytes(size_bytes)
+        return sum(max(0, slot_bytes - self._files.allocated_bytes(slot)) for slot in self._slots)
 
     def check_room(self, size_bytes: int, *, beside_bytes: int = 0, transfer_bytes: int = 0) -> None:
         """Raises `StoreFullError` where the slots cannot all have `size_bytes`, with the bytes needed and free.
@@ -217,24 +157,15 @@ class Arena:
         those that other arenas on the same mount need too, `transfer_bytes` those of host memory that transfers from
         devices take during a save.
         """
-        slot_bytes = whole_pages(size_bytes)
+        slot_bytes = file_bytes(size_bytes)
         missing_bytes = max(0, self.missing_bytes(size_bytes) + beside_bytes - self._left_bytes(slot_bytes))
-        copies = f" and {beside_bytes} of them for copies of other hosts" if beside_bytes else ""
-        refuse_beyond(
-            self._room(),
-            missing_bytes,
-            f"{self._name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}{copies}",
-            self._less,
-        )
-        if transfer_bytes and self._memory is not None:
-            rooms = self._memory.rooms(self._memory.taken_bytes)
-            refuse_beyond(
-                min(rooms, key=lambda room: room.free_bytes, default=None),
-                missing_bytes + transfer_bytes,
-                f"{self._name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}{copies}, "
-                f"and {transfer_bytes} for transfers from devices",
-                self._less,
-            )
+        needs = f"{self._room.name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}"
+        if beside_bytes:
+            needs += f" and {beside_bytes} of them for copies of other hosts"
+        self._room.refuse_beyond(missing_bytes, needs)
+        if transfer_bytes:
+            needs += f", and {transfer_bytes} for transfers from devices"
+            self._room.refuse_beyond(missing_bytes + transfer_bytes, needs, on_mount=False)
 
     def acquire(self, size_bytes: int, *, timeout_s: float = 0.0) -> Slot | None:
         """A leased slot of at least `size_bytes` to write, its old manifest gone; None when all are in use.
@@ -281,7 +212,12 @@ class Arena:
 
         By `method`, and without the GIL, so that several threads may write at the same time; `commit` syncs it.
         """
-        self._files[slot.name].write(source, start, self.method)
+        self._files.write(slot, source, start)
+
+    @property
+    def method(self) -> Method:
+        """How slots on a disk are written, where the file system allows it."""
+        return self._files.method
 
     def commit(self, slot: Slot, save_id: SaveId, manifest: bytes) -> None:
         """Makes `manifest`, of `save_id` and of this slot's name, the truth about `slot`.
@@ -291,12 +227,9 @@ class Arena:
         """
         if self._store is not None:
             refuse_unreadable(len(manifest))
-            if (lost := self._lost([slot])) is not None:
+            if (lost := self._files.lost([slot])) is not None:
                 raise lost  # the manifest would name other bytes; `acquire` makes the slot anew
-            if slot.name in self._files:
-                contents, slot.contents = slot.contents, UNKNOWN
-                self._files[slot.name].sync()  # a later sync does not write what a failed one has lost
-                slot.contents = contents
+            self._files.sync(slot)
             try:
                 self._store.put(manifest_name_of(save_id), manifest, mode="create")
             except FileExistsError:
@@ -308,6 +241,7 @@ class Arena:
                 raise
         with self._changed:
             slot.save_id, self._has_committed = save_id, True
+            self._adopted.has_committed = True
             if self._newest is not None:
                 self._newest.committed(save_id)
 
@@ -326,9 +260,7 @@ class Arena:
             for slot in [*self._slots, *self._retired]:
                 if slot.save_id in save_ids:
                     self._forget(slot)
-            for left in self._adopted:
-                left.forget(save_ids)
-            self._remove_empty()
+            self._adopted.forget(save_ids)
             self._changed.notify_all()
 
     @property
@@ -346,9 +278,8 @@ class Arena:
             self._protected[why] = frozenset(save_ids)
             self.crowded = self.crowded and not (why == ALL and self._has_committed)
             self._drop_retired()
-            for left in self._adopted:
-                left.protect(*save_ids, why=why)
-            self._remove_empty()
+            if why == ALL:
+                self._adopted.keep(self.protected)
             self._changed.notify_all()
 
     def resize(self, slots: int) -> bool:
@@ -406,14 +337,12 @@ class Arena:
         """Unmaps the slots and releases the lock; with `remove`, deletes the slots and manifests too."""
         with self._changed:
             for slot in [*self._slots, *self._retired]:
-                self._unmap(slot)
+                self._files.unmap(slot)
             if remove and self.directory is not None:
                 remove_slots(self.directory)
-            for left in self._adopted:
-                left.close(remove=remove)
-            self._adopted = []
+            self._adopted.close(remove=remove)
             if self._lock_fd is not None:
-                slot_files.give_up(self._lock_fd)
+                give_up(self._lock_fd)
                 self._lock_fd = None
 
     def _take_over(self, directory: Path, keeps_found: bool) -> None:
@@ -428,46 +357,27 @@ class Arena:
         for name in sorted(os.listdir(directory)):
             if paths.slot_index(name) is not None and name not in mine:
                 self._retired.append(Slot(name, np.empty(0, np.uint8), save_id=held.get(name)))
-            elif name.startswith(".put-"):
-                (directory / name).unlink(missing_ok=True)
-            elif name.startswith(paths.HANDLER_PREFIX):
-                shutil.rmtree(directory / name, ignore_errors=True)
+        remove_unfinished(directory)
         self._drop_retired()
         if self._processes is not None and any(each.writer.count != self._processes for each in found):
             self._outgrown = mine  # only now: a restore may ask for what is not protected
         others = [each for each in readable_slot_directories(directory.parent) if each != directory]
         self.crowded = bool(self._outgrown) or (not found and any(any(each.glob("slot-*")) for each in others))
 
-    def _lost(self, slots: Iterable[Slot]) -> TierUnusableError | None:
-        """The error of slots, or of the lock, whose files are no longer those of the directory. Cost: a `stat` each."""
-        if self.directory is None:
-            return None
-        names = [paths.LOCK_NAME, *(slot.name for slot in slots)]
-        gone = [n for n in names if (made := self._made.get(n)) and identity_of(self.directory / n) != made]
-        if not gone:
-            return None
-        return TierUnusableError(
-            f"tier directory {self.directory} has lost {', '.join(gone)}: something removed or replaced these files "
-            "while the job ran. Exempt the directory from cleaners, set RemoveIPC=no in logind.conf for a job of a "
-            "login user, and mount nothing over it",
-            path=str(self.directory),
-        )
-
     def _renew(self, own: Slot) -> None:
         """Takes the directory again, and forgets lost slots, but those leased by others than the caller, who has `own`.
         They are made anew when they are needed. Tells `on_lost`."""
         with self._changed:
             slots = [*self._slots, *self._retired]
-            lost = self._lost(slots)
+            lost = self._files.lost(slots)
             if lost is None or self.directory is None:
                 return
             self._retake(self.directory)
             there = {manifest.slot: manifest.save_id for manifest in self.manifests()}
             for slot in slots:
-                if (slot is own or not slot.leases) and self._lost([slot]) is not None:
-                    self._unmap(slot)
+                if (slot is own or not slot.leases) and self._files.lost([slot]) is not None:
+                    self._files.unmap(slot)
                     slot.contents = UNKNOWN
-                    del self._made[slot.name]
                     self._forget(slot)  # a manifest that outlived its bytes goes too
                 elif there.get(slot.name) != slot.save_id:
                     slot.save_id = None
@@ -475,28 +385,24 @@ class Arena:
 
     def _retake(self, directory: Path) -> None:
         """Holds the lock of the directory that has the name now."""
-        if self._lock_fd is None or identity_of(directory / paths.LOCK_NAME) == self._made[paths.LOCK_NAME]:
+        if self._lock_fd is None or self._files.lost([]) is None:
             return
-        fd = slot_files.retake(directory, synced=self.synced)
-        slot_files.give_up(self._lock_fd)
-        self._lock_fd, self._made[paths.LOCK_NAME] = fd, identity_of(directory / paths.LOCK_NAME)
+        fd = retake(directory, synced=self.synced)
+        give_up(self._lock_fd)
+        self._lock_fd = fd
+        self._files.take_lock()
 
     def _drop_retired(self) -> None:
-        for slot in [s for s in self._retired if s.leases == 0 and s.save_id not in self.protected]:
-            with suppress(CheckpointError, OSError):  # a disk that fails: the next `protect` tries again
-                self._forget(slot)
-                self._unmap(slot)
-                if self.directory is not None:
-                    (self.directory / slot.name).unlink(missing_ok=True)
-                self._retired.remove(slot)
-        for slot in [s for s in self._slots if s.name in self._outgrown and s.leases == 0]:
-            if slot.save_id not in self.protected:
-                with suppress(CheckpointError, OSError):
+        """Removes the slots beyond today's count, and the files of slots that a job of another size made, where nothing
+        reads or protects what they hold."""
+        outgrown = [slot for slot in self._slots if slot.name in self._outgrown]
+        for slot in [*self._retired, *outgrown]:
+            if slot.leases == 0 and slot.save_id not in self.protected:
+                with suppress(CheckpointError, OSError):  # a disk that fails: the next `protect` tries again
                     self._forget(slot)
-                    self._unmap(slot)
-                    self._made.pop(slot.name, None)
-                    if self.directory is not None:
-                        (self.directory / slot.name).unlink(missing_ok=True)
+                    self._files.remove(slot)
+                    if slot in self._retired:
+                        self._retired.remove(slot)
                     self._outgrown.discard(slot.name)
 
     def _make_room(self) -> None:
@@ -504,104 +410,29 @@ class Arena:
         with self._changed:
             if self._outgrown:
                 self._drop_retired()
-            for left in self._adopted:
-                if held := left.held():
-                    left.protect(*(self.protected.intersection(held) or [max(held)]))
-            self._remove_empty()
-
-    def _remove_empty(self) -> None:
-        """Removes the adopted directories that hold nothing, and releases their locks. A damaged manifest stays until
-        this run has committed: a restore has to report it."""
-        for left in [each for each in self._adopted if not each.held()]:
-            with suppress(CheckpointError, OSError):  # a disk that fails: the next `protect` tries again
-                if not self._has_committed and left.directory and any(left.directory.glob("step-*.json")):
-                    continue
-                if left.directory is not None and left._lock_fd is not None:
-                    slot_files.remove_directory(left.directory, left._lock_fd)
-                self._adopted.remove(left)
+            self._adopted.keep(self.protected, or_newest=True)
 
     def _left_bytes(self, slot_bytes: int) -> int:
         """The bytes that jobs of another size have left on this host, of which the next commit frees the last."""
         if self.directory is None or not self.crowded:
             return 0
-        own = sum(max(0, self._allocated_bytes(slot) - slot_bytes) for slot in [*self._slots, *self._retired])
+        allocated = [self._files.allocated_bytes(slot) for slot in [*self._slots, *self._retired]]
+        own = sum(max(0, nbytes - slot_bytes) for nbytes in allocated)
         others = [each for each in readable_slot_directories(self.directory.parent) if each != self.directory]
         left = {place for place, found in read_manifests(others)[0] if found.writer.count != self._processes}
         return own + sum(path.stat().st_size for place in left for path in place.glob("slot-*"))
-
-    def _unmap(self, slot: Slot) -> None:
-        slot.memory = np.empty(0, np.uint8)
-        if slot.name in self._files:
-            self._files.pop(slot.name).close()
-        with suppress(BufferError):  # a view is still held somewhere: unmapped when that goes
-            if (mapping := self._maps.pop(slot.name, None)) is not None:
-                mapping.close()
-
-    def _may_reserve(self, slot: Slot, size_bytes: int) -> bool:
-        return slot.save_id is None or self._allocated_bytes(slot) >= size_bytes
 
     def _reusable(self, passed_over: Collection[str] = ()) -> Slot | None:
         return reusable([slot for slot in self._slots if slot.name not in passed_over], self.protected)
 
     def _grow(self, slot: Slot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
-        size_bytes = whole_pages(size_bytes)
+        size_bytes = file_bytes(size_bytes)
         if slot.memory.nbytes >= size_bytes:
             return
-        missing_bytes = size_bytes - self._allocated_bytes(slot)
+        missing_bytes = size_bytes - self._files.allocated_bytes(slot)
         # Asked first: to find out by filling a ramdisk takes as long as filling it.
-        refuse_beyond(
-            self._room(), missing_bytes, f"slot {self._name}/{slot.name} needs {size_bytes} bytes", self._less
-        )
-        slot.memory, slot.contents = np.empty(0, np.uint8), UNKNOWN
-        if self.synced and self.directory is not None:
-            self._unmap(slot)
-            self._files[slot.name] = allocated(DiskFile, self.directory / slot.name, size_bytes)
-            self._made[slot.name] = identity_of(self.directory / slot.name)
-            sync_directory(self.directory)  # no manifest may reach the disk before the name of its slot
-            slot.memory = self._files[slot.name].memory
-            return
-        if self.directory is None:
-            mapping = mmap.mmap(-1, size_bytes)
-        else:
-            mapping = allocated(map_file, self.directory / slot.name, size_bytes)
-            self._made[slot.name] = identity_of(self.directory / slot.name)
-        self._maps[slot.name] = mapping
-        slot.memory = np.frombuffer(mapping, np.uint8)
-        populate(slot.memory, turn)  # an old kernel cannot: pages are faulted in by the first copy then
-
-    def _warm_up(self, slot: Slot) -> None:
-        """Writes a new slot once, and finds the faster method with the first that holds nothing."""
-        file = self._files[slot.name]
-        if slot.save_id is not None:
-            return
-        slot.contents = UNKNOWN
-        if file.is_new:
-            file.fill()
-        if not self._probed:
-            self.method, self._probed = file.faster_method(), True
-
-    @property
-    def _name(self) -> str:
-        return str(self.directory or "the staging memory")
-
-    @property
-    def _less(self) -> str:
-        return LESS_ON_MOUNT if self.directory else "lower in_flight_max, or shard the state over more processes"
-
-    def _room(self) -> Room | None:
-        """The narrowest of the limits."""
-        rooms = self._memory.rooms(self._memory.taken_bytes) if self._memory is not None else []
-        if self.directory is not None:
-            rooms.append(mount_room(self.directory))
-        return min(rooms, key=lambda room: room.free_bytes, default=None)
-
-    def _allocated_bytes(self, slot: Slot) -> int:
-        if self.directory is None:
-            return slot.memory.nbytes
-        try:
-            return (self.directory / slot.name).stat().st_size
-        except FileNotFoundError:
-            return 0
+        self._room.refuse_beyond(missing_bytes, f"slot {self._room.name}/{slot.name} needs {size_bytes} bytes")
+        self._files.make(slot, size_bytes, turn)
 
     def _forget(self, slot: Slot) -> None:
         if slot.save_id is not None and self._store is not None and self._newest is not None:

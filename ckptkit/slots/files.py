@@ -1,157 +1,180 @@
-"""The files of slots, and the directory they are in: taken, made, mapped and removed."""
+"""Slots and their bytes: a file for each, or anonymous memory, which is made, mapped, grown, written and synced."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
-import re
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, Protocol, TypeVar, final
+
+import numpy as np
 
 from ckptkit.errors import TierUnusableError
 from ckptkit.model import paths
-from ckptkit.slots.host_memory import mount_room, store_full
-from ckptkit.slots.reader import readable_slot_directories
-from ckptkit.store.local import make_directory, sync_directory
-from ckptkit.store.quarantine import try_lock
-from ckptkit.util.disk_file import open_slot, refuse_other_owner
-from ckptkit.util.pages import PAGE_BYTES
+from ckptkit.model.manifest import SaveId
+from ckptkit.slots.directory import FileIdentity, identity_of
+from ckptkit.slots.host_memory import LESS_ON_MOUNT, mount_room, store_full
+from ckptkit.store.local import sync_directory
+from ckptkit.util.disk_file import DiskFile, Method, open_slot
+from ckptkit.util.pages import PAGE_BYTES, populate, whole_pages
 
 _T = TypeVar("_T")
-_held = set[int]()  # descriptors of directories that were taken
-_OF_PROCESS = re.compile(r"([0-9]+|buddy-[0-9]+-[0-9]+)(\.[0-9]+)?")  # a directory that `take_directory` made
-LESS_ON_MOUNT = "give fewer slots (`slots` or `keep` of the tier, `in_flight_max`), or leave this tier out"
 
 
-def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, int]:
-    """A directory of that name below `host_dir`, and the descriptor whose `flock` holds it.
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The bytes of a slot on a disk, as far as they are known: a digest for each cell, by its byte range. `kept_saves`:
+    how many saves in a row have left some of them as they were."""
 
-    One that another process holds is left to it, and the next free name is taken. It, `host_dir` and the directory of
-    the job are this user's alone (mode 0700). Raises `TierUnusableError`, also for a link among them, and for what
-    another user owns: below a tier's root only the tiers make names.
+    digests: Mapping[tuple[int, int], str]
+    kept_saves: int = 0
+
+
+UNKNOWN: Final = Contents({})
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One reusable block of host memory. `memory` is a flat uint8 view; no jax.Array may reference it."""
+
+    name: str
+    memory: np.ndarray
+    save_id: SaveId | None = None  # the save in its committed manifest
+    leases: int = 0  # who reads or writes it now
+    contents: Contents = UNKNOWN  # whoever writes the slot sets it; unknown again where a write or a sync fails
+
+
+class Reusable(Protocol):
+    """The conditions for writing a slot."""
+
+    save_id: SaveId | None
+    leases: int
+
+
+_Slot = TypeVar("_Slot", bound=Reusable)
+
+
+def reusable(slots: Iterable[_Slot], protected: Collection[SaveId]) -> _Slot | None:
+    """The slot to be written next: an empty one, or the one with the oldest save. None while all are leased or hold
+    a protected save."""
+    free = [slot for slot in slots if slot.leases == 0 and slot.save_id not in protected]
+    return min(free, key=lambda slot: slot.save_id or SaveId(-1, -1, -1), default=None)
+
+
+def file_bytes(size_bytes: int) -> int:
+    """The bytes of a slot's file for a save that takes `size_bytes`: whole pages, at least one."""
+    return max(PAGE_BYTES, whole_pages(size_bytes))
+
+
+@final
+class SlotFiles:
+    """The bytes of the slots of one directory, or of anonymous ones (`directory=None`), by the names of the slots.
+
+    `synced`: they are on a disk, and written through `write`. Others are mapped memory. A file that was unlinked,
+    replaced or hidden by a mount since it was made is `lost`; so is the lock of the directory.
     """
-    for attempt in range(100):
-        directory = host_dir / (name if attempt == 0 else f"{name}.{attempt}")
-        if (fd := _taken(directory, synced=synced)) is not None:
-            return directory, fd
-    raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
 
+    def __init__(self, directory: Path | None, *, synced: bool):
+        self._directory = directory
+        self._synced = synced
+        self._maps: dict[str, mmap.mmap] = {}  # of slots in memory
+        self._files: dict[str, DiskFile] = {}  # of slots on a disk
+        self._made: dict[str, FileIdentity | None] = {}  # the files of slots, and the lock: as they were taken
+        self.method: Method = "direct"  # how these are written, where the file system allows it
+        self._probed = False
+        self.take_lock()
 
-def take_left(host_dir: Path) -> Iterator[tuple[Path, int]]:
-    """The directories of processes that ended, each with the descriptor whose `flock` holds it from now on.
+    def take_lock(self) -> None:
+        """The lock that the directory has now is the one that this process holds."""
+        if self._directory is not None:
+            self._made[paths.LOCK_NAME] = identity_of(self._directory / paths.LOCK_NAME)
 
-    One that a live process holds, or another user owns, stays as it is. To be called when every process of this host
-    has taken its own.
-    """
-    for directory in readable_slot_directories(host_dir):
-        if _OF_PROCESS.fullmatch(directory.name):
-            with suppress(TierUnusableError):
-                if (fd := _taken(directory, synced=False)) is not None:
-                    yield directory, fd
-
-
-def remove_directory(directory: Path, fd: int) -> None:
-    """Deletes a directory that `fd` holds: its manifests first, then its slots and the lock."""
-    remove_slots(directory)
-    (directory / paths.LOCK_NAME).unlink(missing_ok=True)
-    with suppress(OSError):  # another process has begun to take it, or a file is not ours
-        directory.rmdir()
-    give_up(fd)
-
-
-def retake(directory: Path, *, synced: bool) -> int:
-    """The same directory again, after it was removed or replaced under its holder; makes it if it is not there. Raises
-    `TierUnusableError`, also if another process holds it now."""
-    fd = _taken(directory, synced=synced)
-    if fd is None:
-        raise _unusable(directory, "it was removed, and another process has made and taken it since")
-    return fd
-
-
-def _taken(directory: Path, *, synced: bool) -> int | None:
-    """The descriptor whose `flock` holds a directory, which is made; None if another process holds it."""
-    try:
-        for each in (*list(directory.parents)[1::-1], directory):
-            if each.is_symlink():
-                raise OSError(errno.ELOOP, f"{each} is a link")
-            make_directory(each, synced=synced, mode=0o700)
-            keep_to_owner(each)
-        _refuse_files_of_others(directory)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(directory / paths.LOCK_NAME, flags, 0o600)
-    except OSError as error:
-        raise _unusable(directory, f"{error.strerror}; give a directory that this user may write") from error
-    with ExitStack() as opened:
-        opened.callback(os.close, fd)
-        if not _locked(fd, directory):
-            return None
-        status = os.fstat(fd)
-        if identity_of(directory / paths.LOCK_NAME) != (status.st_dev, status.st_ino):
-            return None  # its holder removed it meanwhile: this lock holds nothing
-        opened.pop_all()
-    _held.add(fd)
-    return fd
-
-
-def _locked(fd: int, directory: Path) -> bool:
-    try:
-        taken = try_lock(fd)
-    except OSError as error:
-        raise _unusable(directory, f"flock: {error.strerror}; give another directory") from error
-    if taken is None:
-        why = "its file system has no locks (flock); give a local disk or a tmpfs, or mount Lustre with -o flock"
-        raise _unusable(directory, why)
-    return taken
-
-
-def _unusable(directory: Path, why: str) -> TierUnusableError:
-    return TierUnusableError(f"tier directory {directory} cannot be used: {why}", path=str(directory))
-
-
-def keep_to_owner(directory: Path) -> None:
-    """Takes from a directory what others may do with it; raises `PermissionError` where another user owns it.
-
-    A sticky one, as /dev/shm, is shared on purpose: there nobody can rename or remove what is another's.
-    """
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        status = os.fstat(fd)
-        if status.st_mode & stat.S_ISVTX and status.st_uid in (0, os.geteuid()):
+    def make(self, slot: Slot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
+        """Makes or grows the memory of a slot, in whole pages; what its file holds stays, and is not known any more.
+        Raises `StoreFullError` if the mount has no room for it."""
+        slot.memory, slot.contents = np.empty(0, np.uint8), UNKNOWN
+        if self._synced and self._directory is not None:
+            self.unmap(slot)
+            file = self._files[slot.name] = _allocated(DiskFile, self._directory / slot.name, size_bytes)
+            self._made[slot.name] = identity_of(self._directory / slot.name)
+            sync_directory(self._directory)  # no manifest may reach the disk before the name of its slot
+            slot.memory = file.memory
             return
-        refuse_other_owner(status, directory)
-        if status.st_mode & 0o077:  # of an earlier version, or made by hand
-            os.fchmod(fd, 0o700)
-    finally:
-        os.close(fd)
+        if self._directory is None:
+            mapping = mmap.mmap(-1, size_bytes)
+        else:
+            mapping = _allocated(_map_file, self._directory / slot.name, size_bytes)
+            self._made[slot.name] = identity_of(self._directory / slot.name)
+        self._maps[slot.name] = mapping
+        slot.memory = np.frombuffer(mapping, np.uint8)
+        populate(slot.memory, turn)  # an old kernel cannot: pages are faulted in by the first copy then
+
+    def warm_up(self, slot: Slot) -> None:
+        """Writes a new file of a disk once, and finds the faster method with the first. The slot holds no save."""
+        slot.contents, file = UNKNOWN, self._files[slot.name]
+        if file.is_new:
+            file.fill()
+        if not self._probed:
+            self.method, self._probed = file.faster_method(), True
+
+    def write(self, slot: Slot, source: np.ndarray, start: int) -> None:
+        """Overwrites a file of a disk from byte `start` (of a page) with flat, page-aligned bytes, by `method`."""
+        self._files[slot.name].write(source, start, self.method)
+
+    def sync(self, slot: Slot) -> None:
+        """Returns once what was written is on the disk; at once for memory. Where it fails, the contents are unknown: a
+        later sync does not write what a failed one has lost."""
+        if (file := self._files.get(slot.name)) is not None:
+            contents, slot.contents = slot.contents, UNKNOWN
+            file.sync()
+            slot.contents = contents
+
+    def unmap(self, slot: Slot) -> None:
+        """Closes the file of a slot; its bytes stay. Until it is made again it is never `lost`."""
+        slot.memory = np.empty(0, np.uint8)
+        self._made.pop(slot.name, None)
+        if slot.name in self._files:
+            self._files.pop(slot.name).close()
+        with suppress(BufferError):  # a view is still held somewhere: unmapped when that goes
+            if (mapping := self._maps.pop(slot.name, None)) is not None:
+                mapping.close()
+
+    def remove(self, slot: Slot) -> None:
+        """Closes and deletes a slot's file. Its manifest has to be deleted before."""
+        self.unmap(slot)
+        if self._directory is not None:
+            (self._directory / slot.name).unlink(missing_ok=True)
+
+    def lost(self, slots: Iterable[Slot]) -> TierUnusableError | None:
+        """The error of slots, or of the lock, whose files are no longer those of the directory. Cost: a `stat` each."""
+        if self._directory is None:
+            return None
+        looked = [paths.LOCK_NAME, *(slot.name for slot in slots)]
+        gone = [n for n in looked if (made := self._made.get(n)) and identity_of(self._directory / n) != made]
+        if not gone:
+            return None
+        return TierUnusableError(
+            f"tier directory {self._directory} has lost {', '.join(gone)}: something removed or replaced these files "
+            "while the job ran. Exempt the directory from cleaners, set RemoveIPC=no in logind.conf for a job of a "
+            "login user, and mount nothing over it",
+            path=str(self._directory),
+        )
+
+    def allocated_bytes(self, slot: Slot) -> int:
+        """The bytes that a slot has now, mapped or not."""
+        if self._directory is None:
+            return len(self._maps.get(slot.name, b""))
+        try:
+            return (self._directory / slot.name).stat().st_size
+        except FileNotFoundError:
+            return 0
 
 
-def _refuse_files_of_others(directory: Path) -> None:
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            refuse_other_owner(entry.stat(follow_symlinks=False), Path(entry.path))
-
-
-def give_up(fd: int) -> None:
-    """Ends what `take_directory` began; nothing in a process that was forked since."""
-    if fd in _held:
-        _held.discard(fd)
-        os.close(fd)
-
-
-def _leave_to_parent() -> None:
-    """A data loader's workers may outlive their job: the next run would find its slots taken, and make others."""
-    for fd in list(_held):
-        give_up(fd)
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _T:
+def _allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _T:
     """The result of `make`; raises `StoreFullError` if the mount has no room for it."""
     try:
         return make(path, size_bytes)
@@ -161,19 +184,7 @@ def allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _
         raise store_full(mount_room(path.parent), f"slot {path} needs {size_bytes} bytes", LESS_ON_MOUNT) from error
 
 
-FileIdentity = tuple[int, int]  # device and inode
-
-
-def identity_of(path: Path) -> FileIdentity | None:
-    """The file that has this name now; None if there is none. Cost: a `stat`."""
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_dev, status.st_ino
-
-
-def map_file(path: Path, size_bytes: int) -> mmap.mmap:
+def _map_file(path: Path, size_bytes: int) -> mmap.mmap:
     """Maps a file of at least `size_bytes`, allocated; what it holds stays."""
     fd = open_slot(path)
     try:
@@ -186,17 +197,3 @@ def map_file(path: Path, size_bytes: int) -> mmap.mmap:
         return mapping
     finally:
         os.close(fd)
-
-
-def whole_pages(size_bytes: int) -> int:
-    """The bytes of the pages that `size_bytes` take: at least one."""
-    return max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
-
-
-def remove_slots(directory: Path) -> None:
-    """Deletes every manifest below `directory`, then the slots."""
-    names = sorted(os.listdir(directory))
-    (directory / paths.NEWEST_NAME).unlink(missing_ok=True)
-    for name in [n for n in names if paths.save_of_manifest(n)] + [n for n in names if paths.slot_index(n) is not None]:
-        (directory / name).unlink(missing_ok=True)
-    sync_directory(directory)

@@ -13,6 +13,7 @@ from ckptkit.errors import StoreFullError
 from ckptkit.util.words import size_text
 
 CONTAINER_SHM_BYTES = 64 << 20  # what Docker and Kubernetes give /dev/shm where nobody asks for more
+LESS_ON_MOUNT = "give fewer slots (`slots` or `keep` of the tier, `in_flight_max`), or leave this tier out"
 _UNLIMITED_BYTES = 1 << 60  # version 1 writes "no limit" as a huge number, rounded to pages
 
 
@@ -83,11 +84,27 @@ class HostMemory:
                 yield from _frees(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
-def refuse_beyond(room: Room | None, missing_bytes: int, needs: str, less: str) -> None:
-    """Raises `StoreFullError` where `missing_bytes` are more than `room` has."""
-    if room is not None and missing_bytes > room.free_bytes:
-        free, missing = size_text(room.free_bytes), size_text(missing_bytes)
-        raise store_full(replace(room, where=f"{room.where} ({missing} needed, {free} free)"), needs, less)
+@final
+class SlotRoom:
+    """The room of the slots of one directory, or of anonymous ones (`directory=None`). `memory`: the limits that they
+    share with others; None for a disk."""
+
+    def __init__(self, directory: Path | None, memory: HostMemory | None):
+        self.name = str(directory or "the staging memory")
+        self._directory = directory
+        self._memory = memory
+        self._less = LESS_ON_MOUNT if directory else "lower in_flight_max, or shard the state over more processes"
+
+    def refuse_beyond(self, missing_bytes: int, needs: str, *, on_mount: bool = True) -> None:
+        """Raises `StoreFullError` where `missing_bytes` are more than the narrowest limit leaves; `on_mount=False` asks
+        those of host memory alone."""
+        rooms = [] if self._memory is None else self._memory.rooms(self._memory.taken_bytes)
+        if on_mount and self._directory is not None:
+            rooms.append(mount_room(self._directory))
+        room = min(rooms, key=lambda room: room.free_bytes, default=None)
+        if room is not None and missing_bytes > room.free_bytes:
+            free, missing = size_text(room.free_bytes), size_text(missing_bytes)
+            raise store_full(replace(room, where=f"{room.where} ({missing} needed, {free} free)"), needs, self._less)
 
 
 def store_full(room: Room, needs: str, less: str) -> StoreFullError:

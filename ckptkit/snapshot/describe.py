@@ -19,7 +19,7 @@ from ckptkit.model.cells import cell_ranges
 from ckptkit.model.digests import DIGEST_BYTES
 from ckptkit.model.manifest import BoxRecord, LeafKind, LeafRecord, ManifestText, refuse_unreadable
 from ckptkit.util.gc_pause import collection_paused
-from ckptkit.util.pages import PAGE_BYTES
+from ckptkit.util.pages import whole_pages
 from ckptkit.util.sharing import SMALL_BYTES
 
 
@@ -257,7 +257,7 @@ def _form(name: str, value: Any, limit: int | None) -> _Form:
     placed = [BoxRecord(box=box, offset=0, digests=()) for box in mine]
     return _Form(
         record=record,
-        boxes=tuple((box, box.size * itemsize, _slot_bytes(box, itemsize)) for box in mine),
+        boxes=tuple((box, box.size * itemsize, whole_pages(box.size * itemsize)) for box in mine),
         cells=tuple(tuple((start, stop) for _, start, stop in cell_ranges(box, record)) for box in placed),
         holders=holders,
         holding=holding,
@@ -287,17 +287,12 @@ def _share_bytes(sources: Sequence[LeafSource]) -> int:
     of_id = {id(source.holders): source.holders for source in sources}
     for (holders, on_each, itemsize), count in alike.items():
         for box, processes in of_id[holders].items():
-            taken_bytes = count * _slot_bytes(box, itemsize)
+            taken_bytes = count * whole_pages(box.size * itemsize)
             if on_each:  # every process stores it
                 everywhere_bytes += taken_bytes
             else:
                 by_process.update(dict.fromkeys(processes, taken_bytes))
     return everywhere_bytes + max(by_process.values(), default=0)
-
-
-def _slot_bytes(box: Box, itemsize: int) -> int:
-    """Of one box: it begins a page."""
-    return -(-box.size * itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
 def _refuse_equal_names(item: str, sources: Sequence[LeafSource]) -> None:

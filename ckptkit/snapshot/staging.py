@@ -6,8 +6,6 @@
 | block | the same, through a transfer from the device | nothing | at once |
 | device_copy | dispatch of a copy on the device | transfer of the copy | at once |
 | pinned_host | dispatch of a transfer to pinned host memory | the copy into the slot | after the transfer |
-| alias | views (CPU: of arrays that are ready) | the copy | at once, and allocates afresh |
-| gate | nothing | the copy | only after `wait_until_staged` |
 
 Host arrays are copied on the step loop by every strategy: their owner may change them. No strategy launches a program,
 so none depends on the mesh in context and none compiles.
@@ -86,9 +84,8 @@ class Stager:
         copied: Copied | None = None,
         compared: Sequence[Held] = (),
     ) -> Staging:
-        """Stages the state of one save by `choice`; returns as soon as the strategy lets the step loop go on.
+        """Stages the state of one save by `choice`; returns once the caller may donate the state.
 
-        With `gate` the caller must not donate the state before `finish` has returned; with the others it may at once.
         `copied` is told, on any thread, which bytes of `memory` are final. `compared` are arrays of the
         same state that are only digested (`ckptkit.snapshot.replicas`), at the same moment as the others.
         """
@@ -103,16 +100,9 @@ class Stager:
                 return self._begin_groups(choice, device, self._rooms(choice, device, trees), copy, digests)
             else:
                 strategy, reason = choice, "asked for"
-            later: list[Shard] = []
-            computing_s = 0.0 if strategy == "gate" else _until_computed(device)
-            if strategy in ("gate", "alias"):  # the caller may donate them too early
-                later = [shard for held in device for shard in held.shards()]
-                if strategy == "alias":
-                    later = [(np.asarray(array), replace(extent, device=None)) for array, extent in later]
-            else:
-                digests |= copy(_shards(device))
-        finish = _once(copy, lambda: later, digests, later.clear)
-        return Staging(strategy=strategy, reason=reason, finish=finish, computing_s=computing_s)
+            computing_s = _until_computed(device)
+            digests |= copy(_shards(device))
+        return Staging(strategy=strategy, reason=reason, finish=lambda: digests, computing_s=computing_s)
 
     def _begin_groups(
         self,
@@ -134,10 +124,15 @@ class Stager:
             self._room.give_back(groups.on_device)
             self._count(-groups.pinned_bytes)
 
-        def drawn() -> list[Shard]:
-            shards = [shard for held, array in copies for shard in held.shards(array)]
-            copies.clear()  # each is dropped with its shards
-            return shards
+        def finish() -> dict[int, Digests]:
+            try:
+                shards = [shard for held, array in copies for shard in held.shards(array)]
+                copies.clear()  # each is dropped with its shards
+                with jax.transfer_guard("allow"):
+                    digests.update(copy(shards))
+            finally:
+                drop()  # held copies keep device memory in use
+            return digests
 
         try:
             computing_s = _until_computed([held for group in waited for held in group])
@@ -146,7 +141,6 @@ class Stager:
             drop()
             raise
         strategy, reason = groups.summary(choice, sum(map(_nbytes, (held for group in waited for held in group))))
-        finish = _once(copy, drawn, digests, drop)
         return Staging(strategy=strategy, reason=reason, finish=finish, computing_s=computing_s)
 
     def _copy(self, shards: list[Shard], memory: np.ndarray, copied: Copied) -> dict[int, Digests]:
@@ -292,22 +286,3 @@ def _shards(several: Sequence[Held]) -> list[Shard]:
 
 def _nbytes(held: Held) -> int:
     return sum(extent.stop - extent.offset for extent in held.extents)
-
-
-def _once(
-    copy: Callable[[list[Shard]], dict[int, Digests]],
-    later: Callable[[], list[Shard]],
-    digests: dict[int, Digests],
-    drop: Callable[[], None],
-) -> Callable[[], dict[int, Digests]]:
-    """A function that copies what `later` gives, and drops what is left: held copies keep device memory in use."""
-
-    def finish() -> dict[int, Digests]:
-        try:
-            with jax.transfer_guard("allow"):
-                digests.update(copy(later()))
-        finally:
-            drop()
-        return digests
-
-    return finish

@@ -17,7 +17,7 @@ from ckptkit.durable.lifecycle.places import local_kind, nothing_at
 from ckptkit.errors import StoreError
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model import paths
-from ckptkit.slots.files import remove_slots
+from ckptkit.slots.directory import remove_slots
 from ckptkit.slots.reader import slot_directories
 from ckptkit.store import open_store
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, try_lock

@@ -12,8 +12,6 @@ from typing import Any, Self, final
 import numpy as np
 
 PAGE_BYTES = 4096  # boxes begin at multiples of it in a slot
-
-
 ALIGNMENT_BYTES = 64  # what XLA's CPU backend asks of memory that it uses as it is
 _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_FROM_BYTES = 4 << 20
@@ -26,6 +24,11 @@ _madvise: Any = ctypes.CDLL(None, use_errno=True).madvise  # of ctypes, for it r
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _mincore: Any = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+
+def whole_pages(size_bytes: int) -> int:
+    """The bytes of the pages that `size_bytes` take: what a box takes of a slot, for each box begins a page."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def empty_block(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

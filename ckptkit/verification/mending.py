@@ -32,7 +32,7 @@ from ckptkit.model.cells import cell_ranges, digested_cells
 from ckptkit.model.digests import digest_of
 from ckptkit.model.handler_files import is_file, with_file_leaves
 from ckptkit.model.manifest import LeafRecord, SaveId, merged_leaves
-from ckptkit.slots.files import whole_pages
+from ckptkit.slots.files import file_bytes
 from ckptkit.slots.latest_pointer import forget_newest
 from ckptkit.slots.reader import manifest_name_of
 from ckptkit.store import PutMode, Store, open_store
@@ -159,7 +159,7 @@ class SlotShare:
         try:
             for offset, block in blocks:
                 write_all(fd, block.reshape(-1).view(np.uint8), offset)
-            os.posix_fallocate(fd, 0, whole_pages(os.fstat(fd).st_size))
+            os.posix_fallocate(fd, 0, file_bytes(os.fstat(fd).st_size))
             os.fsync(fd)
         finally:
             os.close(fd)

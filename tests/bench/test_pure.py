@@ -53,7 +53,7 @@ def test_negative_stall_gives_no_ratio() -> None:
 
 def test_bars_of_staging_name_their_strategy_before_the_measurement() -> None:
     # The best of several strategies would be held against the peer.
-    samples = {"blocking_ms.ready": {"ckptkit": [90.0], "ckptkit_device_copy": [40.0], "ckptkit_alias": [10.0]}}
+    samples = {"blocking_ms.ready": {"ckptkit": [90.0], "ckptkit_device_copy": [40.0]}}
     samples["blocking_ms.ready"]["orbax_async"] = [100.0]
     (found,) = ratios(CaseName("125m", 1), samples)
     assert (found["contender"], found["ratio"]) == ("ckptkit_device_copy", 0.4)

@@ -192,6 +192,11 @@ class Book:
                 self._prune(run, save, tier, certain=True)
         run.in_flight.clear()
 
+    def ended(self, run: Run) -> None:
+        """The run is over: a save that is perhaps in the root may have replaced older ones there."""
+        for value in run.in_flight:
+            self._prune(run, self.saves[value], DURABLE, certain=True)
+
     def deleted(self, run: Run, step: int, *, certain: bool) -> None:
         """The run has deleted a step."""
         found, durable = self.candidates(run), run.root.durable

@@ -12,7 +12,7 @@ from unittest import mock
 
 from ckptkit.durable.lifecycle import root_record
 from ckptkit.durable.lifecycle.epochs import Ancestry, Rollback
-from ckptkit.manager import build, opening
+from ckptkit.manager import build, root
 from ckptkit.model.manifest import ID_CHARS, SaveId
 from ckptkit.model.tiers import KeepNewest
 from ckptkit.restore import local_tiers
@@ -30,7 +30,7 @@ def _roots_are_alike() -> Any:
 
 def _runs_are_alike() -> Any:
     """Every run has the same id."""
-    return mock.patch.object(opening, "new_id", return_value=_SAME)
+    return mock.patch.object(root, "new_id", return_value=_SAME)
 
 
 def _shares_are_joined() -> Any:

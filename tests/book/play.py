@@ -67,6 +67,7 @@ class _RunCheck:
         if all(opened):
             self._check_start(run, opened)
             self._check_acts(run, answers)
+            book.ended(run)
         failures = [each for told in answers for each in told if "failed" in each]
         if how == "failed" and (self._end == "close" or "UNAVAILABLE" not in failures[0]["failed"]):
             # Where one process is killed, others may raise that it is missing before they are killed too.

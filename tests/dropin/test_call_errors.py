@@ -84,7 +84,7 @@ def test_active_processes_of_another_job_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", ["durable", "ram"])
-@pytest.mark.parametrize("staging", ["slot_copy", "device_copy", "alias"])
+@pytest.mark.parametrize("staging", ["slot_copy", "device_copy"])
 def test_save_and_restore_pass_a_transfer_guard(tmp_path: Path, tier: str, staging: Any) -> None:
     """A loop that guards against transfers of its own could not be resumed: typed keys made one."""
     mesh = jax.make_mesh((4,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.manager.subclass import _ASKED_BY_ORBAX
+from ckptkit.manager.start_warnings import _ASKED_BY_ORBAX
 
 args: Any = ocp.args
 

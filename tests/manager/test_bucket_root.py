@@ -51,7 +51,7 @@ def test_refused_permission_names_the_missing_one(server: BucketServer) -> None:
 def test_unreachable_bucket_is_not_an_empty_bucket(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart while the bucket is away would begin again from step 0."""
     monkeypatch.setattr("gcsfs.retry.asyncio.sleep", _no_sleep)
-    monkeypatch.setattr("ckptkit.manager.opening.STORE_DEADLINE_S", 0.5)
+    monkeypatch.setattr("ckptkit.manager.root.STORE_DEADLINE_S", 0.5)
     with ckptkit.CheckpointManager("gs://runs/run") as manager:
         manager.save(3, args=save_args(make_state(3), 3))
     server.faults = FaultPlan(faults=(Fault(effect=Status(code=503)),))
@@ -66,7 +66,7 @@ def test_unreachable_bucket_is_not_an_empty_bucket(server: BucketServer, monkeyp
 def test_bucket_that_never_responds_times_out(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart would hang, without a message about the cause."""
     monkeypatch.setattr("ckptkit.store.remote.OPERATION_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("ckptkit.manager.opening.STORE_DEADLINE_S", 0.5)
+    monkeypatch.setattr("ckptkit.manager.root.STORE_DEADLINE_S", 0.5)
     server.faults = FaultPlan(faults=(Fault(effect=Hang()),))
     with pytest.raises(ckptkit.TransientStoreError, match=r"gs://runs/run.*: no answer within 0\.5 s"):
         ckptkit.CheckpointManager("gs://runs/run")

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.manager import mounts as reporting
+from ckptkit.manager import start_warnings as reporting
 from ckptkit.model.tiers import RAM, SSD
 from ckptkit.store.mounts import root_problem, row_of, tier_problem
 from tests.mount import MountedBucket, why_not

@@ -12,7 +12,8 @@ import pytest
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
 from ckptkit.events import EventLog
-from ckptkit.manager.opening import _covered, _shares_of_all, epoch_records, first_look
+from ckptkit.manager.root import epoch_records, first_look
+from ckptkit.manager.stock import _covered, _shares_of_all
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.restore.inventory import Held
 from tests.restore.test_plan import manifest, rows

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.model.manifest import SaveId
 from ckptkit.save.ledger import Ledger
 from ckptkit.upkeep import plan_rollback, rollback
@@ -159,6 +159,31 @@ def test_older_save_of_a_deleted_step_stays_away(tmp_path: Path) -> None:
     (tmp_path / "away").rename(tmp_path / "ram")
     with manager_of(tmp_path, max_to_keep=1) as manager:
         assert manager.all_steps() == [10, 12]
+
+
+def test_step_that_was_deleted_is_saved_by_a_run_that_cannot_record_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have the epoch of the deleted save, whose run could not record itself either, and no restore would find
+    it."""
+
+    def unwritable(*_: Any) -> None:
+        raise ckptkit.StoreError("read only")
+
+    def unrecorded(*steps: int) -> int:
+        with monkeypatch.context() as patched, manager_of(tmp_path) as manager:
+            patched.setattr(EpochRecords, "write", unwritable)
+            for step in steps:
+                assert manager.save(step, args=args.StandardSave({"w": np.full(4, step)}), force=True)
+                with pytest.raises(ckptkit.SaveFailedError, match="could not be recorded"):
+                    manager.wait_until_finished()
+            return restored(manager)
+
+    assert unrecorded(9, 10) == 10
+    with manager_of(tmp_path) as manager:
+        manager.delete(10)
+    shutil.rmtree(tmp_path / "ram")  # on another host
+    assert unrecorded(10) == 10
 
 
 def test_damaged_newest_step_is_listed_again_once_it_is_repaired(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 PROCESSES = 2
 LIMIT_S = 100.0
-STRATEGIES = ("slot_copy", "device_copy", "gate", "alias")
+STRATEGIES = ("slot_copy", "device_copy")
 
 
 def main() -> None:
@@ -123,7 +123,7 @@ class Worker:
         """Restores in the background, from the fast tiers and then from the durable one."""
         import orbax.checkpoint as ocp
 
-        with self.manager("gate") as manager:
+        with self.manager("slot_copy") as manager:
             for step in (2, 0):
                 with self.counted(f"restore step {step}"):
                     handle = manager.restore_async(step, args=ocp.args.StandardRestore(make_abstract()))  # pyright: ignore[reportCallIssue]

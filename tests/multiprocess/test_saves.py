@@ -141,7 +141,7 @@ def flip_in(path: Path) -> None:
 
 def scrubbed(root: Path, host: int, *, repair: bool = True) -> list[tuple[int, str, str, bool]]:
     tiers = [str(root / "ram"), str(root / "ssd")]
-    found = ckptkit.scrub(str(root / "gate"), tiers, repair=repair, host_id=f"host-{host}")
+    found = ckptkit.scrub(str(root / "slot_copy"), tiers, repair=repair, host_id=f"host-{host}")
     return [(each.step, each.kind, each.act, each.done) for each in found.treatments]
 
 
@@ -149,7 +149,7 @@ def scrubbed(root: Path, host: int, *, repair: bool = True) -> list[tuple[int, s
 @pytest.mark.parametrize("how", ["sidecar and data", "sidecar", "sidecar gone"])
 def test_share_of_one_process_is_repaired_from_its_slot(job: tuple[Path, int, str], how: str, process: int) -> None:
     """Sidecars are the only proof of a durable step: a step of several processes would be lost with one of them."""
-    item = job[0] / "gate" / "2" / "default"
+    item = job[0] / "slot_copy" / "2" / "default"
     sidecar = item / "_ckptkit" / f"process-{process}.json"
     sidecar.unlink() if how == "sidecar gone" else flip_in(sidecar)
     data = item / f"ocdbt.process_{process}" / "d"  # until the first repair, which writes one tree
@@ -163,17 +163,17 @@ def test_share_of_one_process_is_repaired_from_its_slot(job: tuple[Path, int, st
         assert scrubbed(job[0], process) == [(2, "durable", "repair", True)]
     else:
         assert scrubbed(job[0], other) == [(2, "durable", "repair", True)], "the joined record has the sidecar"
-    assert {proof.state for proof in ckptkit.verify(str(job[0] / "gate")).steps} == {"proven"}
+    assert {proof.state for proof in ckptkit.verify(str(job[0] / "slot_copy")).steps} == {"proven"}
     names = ["joined.jsonl.z", "process-0.json", "process-1.json"]
     assert sorted(path.name for path in (item / "_ckptkit").iterdir()) == names
-    with ocp.CheckpointManager(job[0] / "gate") as manager:
+    with ocp.CheckpointManager(job[0] / "slot_copy") as manager:
         found = manager.restore(2, args=ocp.args.StandardRestore(make_abstract()))  # pyright: ignore[reportCallIssue]
     assert same_here(found, make_state(2))
 
 
 def test_step_that_no_single_host_can_repair_is_kept(job: tuple[Path, int, str]) -> None:
     """One host would take away what the hosts together still have."""
-    item = job[0] / "gate" / "2" / "default"
+    item = job[0] / "slot_copy" / "2" / "default"
     kept = {path: path.read_bytes() for path in (item / "_ckptkit").iterdir()}
     for path in kept:
         flip_in(path)
@@ -181,4 +181,4 @@ def test_step_that_no_single_host_can_repair_is_kept(job: tuple[Path, int, str])
         assert scrubbed(job[0], host) == [(2, "durable", "leave", False)]
     for path, data in kept.items():
         path.write_bytes(data)
-    assert {proof.state for proof in ckptkit.verify(str(job[0] / "gate")).steps} == {"proven"}
+    assert {proof.state for proof in ckptkit.verify(str(job[0] / "slot_copy")).steps} == {"proven"}

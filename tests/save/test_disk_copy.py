@@ -23,7 +23,8 @@ from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.save import disk_copy
 from ckptkit.save.disk_copy import DiskCopy
-from ckptkit.slots.arena import Arena, Slot
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.files import Slot
 from ckptkit.snapshot.describe import SlotExtent
 from ckptkit.util import disk_file
 from ckptkit.util.disk_file import DiskFile

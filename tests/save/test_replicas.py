@@ -57,7 +57,7 @@ def damaged_state() -> Any:
     return {**state, "w": with_bad_copy(state["w"], 1), "b": with_bad_copy(state["b"], 2)}
 
 
-@pytest.mark.parametrize("staging", ["slot_copy", "device_copy", "alias", "gate"])
+@pytest.mark.parametrize("staging", ["slot_copy", "device_copy"])
 def test_every_replica_difference_is_reported(tmp_path: Path, staging: Any) -> None:
     """A device that computes wrong numbers would go into every later step of the run, and nobody would know."""
     job = Job(tmp_path, saving=ckptkit.SaveOptions(staging=staging))

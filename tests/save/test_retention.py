@@ -298,8 +298,8 @@ def test_failed_constructor_releases_its_slots(job: Job, monkeypatch: pytest.Mon
         broken.setattr(build, "take_stock", away)
         with pytest.raises(ckptkit.StoreError, match="the bucket is away"):
             job.manager(ram={})
-    with pytest.raises(ValueError, match="staging 'gated'"):
-        job.manager(ram={}, saving=ckptkit.SaveOptions(staging="gated"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="staging 'copy'"):
+        job.manager(ram={}, saving=ckptkit.SaveOptions(staging="copy"))  # pyright: ignore[reportArgumentType]
     assert job.run([2], ram={})["ram"] == [1, 2]
     assert [path.name for path in (job.root / "ram").glob("*/h/*")] == ["0"]
 

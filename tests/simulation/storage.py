@@ -11,7 +11,7 @@ from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
 from ckptkit.model.manifest import SaveId
 from ckptkit.save.protocol import Agree, Do
-from ckptkit.slots.arena import reusable
+from ckptkit.slots.files import reusable
 from tests.simulation.scheduler import Violation
 
 PART_BYTES = 4096

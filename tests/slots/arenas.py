@@ -12,7 +12,8 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.cells import cell_ranges
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
-from ckptkit.slots.arena import Arena, Slot
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.files import Slot
 from ckptkit.slots.reader import SlotReader, read_manifests
 
 PAGE = 4096

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ckptkit.model.manifest import SaveId
-from ckptkit.slots.arena import Arena, Slot
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.files import Slot
 from ckptkit.slots.latest_pointer import lost_newest
 from tests.slots.arenas import PAGE, commit, die, fill, new_host, proven, save_of
 

@@ -149,3 +149,18 @@ def test_lost_tier_is_reported_and_later_saves_restore(tmp_path: Path, tier: str
         found = manager.restore(None, args=ocp.args.StandardRestore())  # pyright: ignore[reportCallIssue]
     assert found is not None
     assert set(np.asarray(found["w"]).tolist()) == {7}
+
+
+def test_slot_that_was_removed_on_purpose_is_not_reported_as_lost(tmp_path: Path) -> None:
+    """A tier that needs fewer slots for a while, and then more, would be reported as degraded by its own deletion."""
+    arena, lost = Arena.open(tmp_path, 0, slots=2, synced=False), list[Any]()
+    arena.on_lost = lost.append
+    write(arena, 1)
+    write(arena, 2)
+    arena.resize(1)
+    arena.protect(save_of(1))
+    assert len(list(tmp_path.glob("0/slot-*"))) == 1
+    arena.resize(2)
+    write(arena, 3)
+    arena.close()
+    assert lost == []

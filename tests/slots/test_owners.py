@@ -12,7 +12,7 @@ import pytest
 
 from ckptkit.errors import TierUnusableError
 from ckptkit.slots.arena import Arena
-from ckptkit.slots.files import keep_to_owner
+from ckptkit.slots.directory import keep_to_owner
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")

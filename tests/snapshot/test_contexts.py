@@ -22,8 +22,8 @@ from tests.cases import long_except
 from tests.contexts import CONTEXTS, mesh_of
 from tests.states import abstract, assert_same
 
-_OF_CPUS = ["auto", "slot_copy", "device_copy", "pinned_host", "block", "alias", "gate"]
-_OF_ACCELERATORS = ["auto", "device_copy", "block", "gate"]
+_OF_CPUS = ["auto", "slot_copy", "device_copy", "pinned_host", "block"]
+_OF_ACCELERATORS = ["auto", "device_copy", "block"]
 _STRATEGIES = [*(f"cpu, {each}" for each in _OF_CPUS), *(f"accelerator, {each}" for each in _OF_ACCELERATORS)]
 STRATEGIES = long_except(["cpu, auto", "cpu, slot_copy", "accelerator, device_copy"], _STRATEGIES)
 

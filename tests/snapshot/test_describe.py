@@ -15,8 +15,10 @@ import pytest
 import ckptkit
 from ckptkit.model.manifest import ManifestText, SaveId, Writer
 from ckptkit.snapshot import describe, staging
+from ckptkit.snapshot.copying import abstract_slot_bytes
 from ckptkit.snapshot.describe import Describer, Description, describe_items
 from ckptkit.snapshot.replicas import LocalReplicasOf
+from ckptkit.util.pages import PAGE_BYTES
 from tests.states import abstract, make_state, put
 
 
@@ -102,6 +104,15 @@ def test_prepare_takes_abstract_leaves_without_a_sharding(tmp_path: Path) -> Non
     with ckptkit.CheckpointManager(tmp_path / "root", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]) as manager:
         manager.prepare(ocp.args.StandardSave({"w": leaf, "count": 3}))
     assert sum(path.stat().st_size for path in (tmp_path / "ram").rglob("slot-*")) >= 4 << 20
+
+
+def test_slot_bytes_of_abstract_leaves_are_those_of_the_save() -> None:
+    """`prepare` would make slots of another size than the first save needs, which would make them again."""
+    state = make_state(0)
+    expected = describe_items({"default": state})
+    assert abstract_slot_bytes({"default": abstract(state)})[:2] == (expected.slot_bytes, expected.share_bytes)
+    unplaced = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract(state["key"]))
+    assert abstract_slot_bytes({"default": {"key": unplaced}}) == (PAGE_BYTES, PAGE_BYTES, 0)
 
 
 def test_local_replicas_are_every_copy_but_the_stored_one() -> None:

@@ -11,7 +11,6 @@ import numpy as np
 from tools.corpus import build_corpus
 from trainer.config import MeshConfig, OptimizerConfig, preset
 from trainer.data import open_batches, start_position
-from trainer.proof import digest_state
 from trainer.sharding import batch_sharding, make_mesh, named_leaves
 from trainer.step import compile_step, make_program
 
@@ -24,25 +23,18 @@ def scenario(corpus_dir: str, mesh_text: str, *, steps: int, accumulate: int, la
     program = make_program(model, optimizer, mesh, seed=1)
     corpus = build_corpus("stdlib", corpus_dir, model.size.seq_len + 1)
     shape = (8, corpus.record_bytes)
-    gated: list[int] = []
-    whole, split = (compile_step(program, shape, split=split) for split in (False, True))
-    a, b = program.init(), program.init()
-    donated = named_leaves(a)["model/embed"], named_leaves(b)["model/embed"]
-    losses, unequal = [], []
+    take_step = compile_step(program, shape)
+    state = program.init()
+    donated = named_leaves(state)["model/embed"]
+    losses = []
     start = start_position(corpus, global_batch=8, seed=1)
     for batch in open_batches(corpus, start, batch_sharding(mesh), steps=steps):
-        a, loss = whole(a, batch.tokens, lambda: None)
-        b, split_loss = split(b, batch.tokens, lambda: gated.append(1))
+        state, loss = take_step(state, batch.tokens)
         losses.append(float(loss))
-        if float(loss) != float(split_loss):
-            unequal.append(batch.step)
-    leaves = named_leaves(a)
+    leaves = named_leaves(state)
     return {
         "losses": losses,
-        "unequal_losses": unequal,
-        "unequal_leaves": [p for p, d in digest_state(a).items() if d != digest_state(b)[p]],
-        "donated": [leaf.is_deleted() for leaf in donated],
-        "gated": len(gated),
+        "donated": donated.is_deleted(),
         "dropout_count": int(leaves["dropout/count"]),
         "dropout_key": np.asarray(jax.random.key_data(leaves["dropout/key"])).tolist(),
         "moments": {

@@ -4,16 +4,14 @@ import json
 import os
 import shutil
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from ckptkit import CheckpointManager, EventLog, Kind
+from ckptkit import EventLog, Kind
 from ckptkit.cli import main as ckptkit_command
-from ckptkit.goodput import Part, goodput_report
 from tests.forked import run_forked
 from trainer.__main__ import main, read_flags
 from trainer.config import (
@@ -152,31 +150,6 @@ def test_restart_makes_a_non_durable_last_step_durable(root: Path, text: str, tm
     assert [e.step for e in heard if e.kind == Kind.RESTORED] == [9]
     assert not any(e.kind == Kind.SPAN and e.fields["span"] == "step" for e in heard)
     assert proof_of(root, "ended")[1] == straight[1]
-
-
-def test_wait_for_staging_counts_as_save_time(root: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The step that waits until it may donate would count what saves cost as productive."""
-    wait = CheckpointManager.wait_until_staged
-
-    def slowly(manager: CheckpointManager) -> None:
-        time.sleep(0.2)
-        wait(manager)
-
-    monkeypatch.setattr(CheckpointManager, "wait_until_staged", slowly)
-
-    def counted(number: int) -> bool:
-        log, heard = EventLog(), []
-        log.observe(heard.append)
-        config = run_config(root, text, f"gated-{number}", steps=3)
-        places = CheckpointConfig(directory=str(tmp_path / str(number)), save_every=1)
-        train(replace(config, checkpoint=places), log)
-        steps = [e.fields for e in heard if e.kind == Kind.SPAN and e.fields["span"] == "step"]
-        parts_s = goodput_report([heard]).parts_s
-        assert parts_s[Part.CHECKPOINT_SAVE] >= len(steps) * 0.2 == 3 * 0.2
-        return parts_s[Part.PRODUCTIVE] <= sum(fields["duration_s"] for fields in steps) - 3 * 0.2 + 0.01
-
-    # Starts are wall clock less a monotonic duration, so a preemption may move a wait out of its step.
-    assert any(counted(number) for number in range(3))
 
 
 @pytest.mark.long
