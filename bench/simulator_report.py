@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.simulator_fit import DISTURBED
-from ckptkit.util.distribution import install_command
+from ckptkit.util.package import install_command
 
 BAR_POINTS = 2.0
 

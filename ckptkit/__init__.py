@@ -6,8 +6,7 @@ The names here serve a training job and its checkpoints. Everything else has a m
 import sys
 from typing import TYPE_CHECKING
 
-from ckptkit.util.distribution import refuse_foreign
-from ckptkit.util.lazy import lazy_names
+from ckptkit.util.package import lazy_names, refuse_foreign
 
 __version__ = "0.2.0"
 
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from ckptkit.save.last_save import LastSave as LastSave
     from ckptkit.snapshot.abstract import abstract_state as abstract_state
     from ckptkit.snapshot.state_digest import state_digest as state_digest
-    from ckptkit.util.log_to import log_to as log_to
+    from ckptkit.util.package import log_to as log_to
     from ckptkit.verification import scrub as scrub
     from ckptkit.verification import verify as verify
 

@@ -33,7 +33,7 @@ from ckptkit.events import Event, Kind
 from ckptkit.goodput.exporters.metrics import METRICS, RunMetrics, Sample, labels_of
 from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
 from ckptkit.util.clock import time_text
-from ckptkit.util.sizes import size_text
+from ckptkit.util.words import size_text
 
 ROOT = Path(__file__).parents[1]
 BOARD = ROOT / "deploy" / "grafana.json"

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.interrupts import Interrupts
-from ckptkit.cli.outputs import OutputFile, needed
+from ckptkit.cli.options import OutputFile, needed
 from ckptkit.cli.prices import PRICE, job_price, price_of_hosts, processes_of
 from ckptkit.cli.text import count_text, print_json, print_line, print_part
 from ckptkit.errors import CorruptCheckpointError

@@ -17,6 +17,11 @@ from ckptkit.store.backends import properties_of
 
 if TYPE_CHECKING:
     from ckptkit.upkeep import Keep
+import importlib
+import os
+from pathlib import Path
+
+from ckptkit.util.package import install_command
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([smh])")
@@ -154,3 +159,25 @@ def fast_tiers(tiers: Sequence[str], host_id: str | None) -> str:
         return paths.checked_name(host_id or socket.gethostname(), "host id")
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--host-id") from error
+
+
+class OutputFile(click.Path):
+    """A file that will be written. A missing directory is reported before the work starts, not an hour later."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path, or click's message."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not os.path.isdir(path.parent):
+            self.fail(f"{path.parent} is not a directory; make it first", param, ctx)
+        return path
+
+
+def needed(module: str, extra: str) -> Any:
+    """An optional package, or a usage error that shows how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise click.UsageError(f"this needs {module}: {install_command(extra)}") from error

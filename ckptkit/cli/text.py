@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckptkit.util.sizes import size_text as size_text
 from ckptkit.util.words import count_text as count_text
+from ckptkit.util.words import size_text as size_text
 
 _INDENTED_CHARS = 1 << 20
 _RICH_ROWS_MAX = 1000  # rich lays out 2,500 rows a second (measured): plain columns beyond, and in pipes

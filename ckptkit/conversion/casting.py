@@ -1,4 +1,4 @@
-"""A tensor as another dtype, and a count of the values that this dtype does not have."""
+"""A tensor as another dtype, rounded once, and a count of the values that this dtype does not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from ckptkit.formats.tensors import Tensor
 from ckptkit.model.boxes import Box
-from ckptkit.util.rounding import rounded
 from ckptkit.util.words import first_of
 
 _PART = 1 << 20  # elements that are made wide at once
@@ -68,3 +67,29 @@ def notes_of(casts: Mapping[str, Cast]) -> list[str]:
         if leaves:
             notes.append(f"{what}: {first_of(leaves, _NAMED)}")
     return notes
+
+
+def rounded(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """`values` as `dtype`, rounded once to the nearest, ties to even. Values that do not fit become infinite or NaN.
+
+    NumPy casts float64 to the small dtypes of ml_dtypes by way of float32, and float128 to float16 by way of float64.
+    The second rounding then sees a tie that the first has made. Here the way there rounds to odd, after which another
+    rounding is right (Boldo and Melquiond, "When double rounding is odd", 2005).
+    """
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if values.dtype.kind == "f" and dtype.kind != "c" and dtype.itemsize <= 2:
+            if values.dtype.itemsize > 8:
+                values = _to_odd(values, np.float64, np.uint64)
+            if values.dtype.itemsize == 8 and dtype.isbuiltin == 2:
+                values = _to_odd(values, np.float32, np.uint32)
+        return values.astype(dtype)
+
+
+def _to_odd(values: np.ndarray, narrow: type[np.floating[Any]], bits: type[np.unsignedinteger[Any]]) -> np.ndarray:
+    """Towards zero, with the last bit set wherever that is not exact."""
+    found = values.astype(narrow)
+    wide = found.astype(values.dtype)
+    as_bits = found.view(bits)  # of the same array, which an array without dimensions is too
+    as_bits -= (np.abs(wide) > np.abs(values)).astype(bits)
+    as_bits |= (wide != values).astype(bits)
+    return found

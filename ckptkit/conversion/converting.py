@@ -35,6 +35,7 @@ from ckptkit.conversion.quantizing import (
 )
 from ckptkit.conversion.roots import require_fitting
 from ckptkit.conversion.scales import CONFIG, config_blocks, config_directory, model_config, plain_advice
+from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
@@ -207,7 +208,7 @@ def convert(
                 _write_files(plan, target, memory_bytes, progress, beside or {})
             if not source.proven:
                 require_unchanged(known_by, now, source.path)
-            target.commit(f"Checkpoint commit was successful to {plan.target}" if plan.to == "orbax" else None)
+            target.commit(marker_text(plan.target) if plan.to == "orbax" else None)
     quantization = plan.measured.quantization
     return quantization.errors if quantization is not None else {}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ckptkit.conversion.journal import Journal, Noted, foreign
-from ckptkit.durable.cells.kvstore import require_usable
+from ckptkit.durable.cells.tensorstore_wait import require_usable
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.safetensors import INDEX
 from ckptkit.model import paths

@@ -16,8 +16,8 @@ from ckptkit.conversion.journal import LOCK_SUFFIX, Noted, data_prefix
 from ckptkit.conversion.mapping import Tensors
 from ckptkit.conversion.passes import BytesProgress, block_shape, counted, pieces_of, read_ahead
 from ckptkit.durable.cells.writer import CellStream, can_hold
-from ckptkit.durable.orbax.files import array_metadatas_text, shardings_text, tree_text
-from ckptkit.durable.orbax.host_shards import HostShards
+from ckptkit.durable.orbax.files import process_files, tree_files
+from ckptkit.durable.orbax.host_shards import HostShards, shards_of
 from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import CELL_SHARE, Tensor, block_bytes
@@ -25,7 +25,6 @@ from ckptkit.model import paths
 from ckptkit.model.boxes import Box, blocks_of, boxes_of_cells, cell_shape, cells_of
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
-from ckptkit.model.paths import ARRAY_METADATAS, SHARDINGS
 from ckptkit.restore.tree import put_at
 from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
@@ -161,30 +160,6 @@ class ItemWriter:
         return new
 
 
-def side_files(
-    item: str,
-    records: Sequence[LeafRecord],
-    save_id: SaveId,
-    writer: Writer,
-    inline: Mapping[str, Mapping[str, Any]],
-    *,
-    provable: bool,
-) -> dict[str, str]:
-    """Orbax's small files of an item besides `_METADATA`, and our sidecar, for one process of `writer.count`.
-
-    `inline` holds the sidecar's entries besides arrays: the step's small items, and this item's empty nodes.
-    """
-    manifest = Manifest(save_id=save_id, writer=writer, slot="", arrays={item: tuple(records)}, inline=inline)
-    arrays = [HostShards(record=record, blocks=[]) for record in records if record.kind == "jax"]
-    text = array_metadatas_text(arrays, has_sidecar=provable)
-    files = {f"{ARRAY_METADATAS}/process_{writer.process}": text}
-    if provable:
-        files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(writer.process)}"] = manifest.to_bytes().decode()
-    if writer.process == 0 and (shardings := shardings_text(arrays)) is not None:
-        files[SHARDINGS] = shardings
-    return files
-
-
 def _read(work: Work) -> Cells:
     """The cells of a block, each contiguous, with its digest."""
     cells = cells_of(work.block, work.record.cell)
@@ -230,13 +205,15 @@ def write_step(
         work for name, record in records.items() for work in works_of(tensors[name], record, memory_bytes=memory_bytes)
     ]
     count = counted(sum(tensor.nbytes for tensor in tensors.values()), progress)
-    writer = ItemWriter(target, "", item, list(target.journal.entries()), memory_bytes, describes=True)
-    writer.write(records.values(), works, count)
-    proven = [writer.written(record, ()) for record in records.values()]
+    cells = ItemWriter(target, "", item, list(target.journal.entries()), memory_bytes, describes=True)
+    cells.write(records.values(), works, count)
+    proven = [cells.written(record, ()) for record in records.values()]
     save_id = SaveId(0, paths.step_of_name(item) or 0, 0)
-    files = side_files(item, proven, save_id, Writer(process=0, count=1, host=HOST), {}, provable=True)
-    files[paths.TREE_METADATA] = tree_text(_tree(proven))
-    target.put((name, text.encode()) for name, text in files.items())
+    writer = Writer(process=0, count=1, host=HOST)
+    sidecar = Manifest(save_id=save_id, writer=writer, slot="", arrays={item: tuple(proven)}, inline={})
+    tree = _tree(proven)
+    files = process_files(shards_of(tree), 0, sidecar.to_bytes()) | tree_files(tree)
+    target.put(files.items())
 
 
 def works_of(

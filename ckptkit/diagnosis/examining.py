@@ -18,8 +18,7 @@ from ckptkit.inspection import list_steps
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model.tiers import DURABLE
 from ckptkit.store.backends import properties_of
-from ckptkit.store.misplaced import measured_rate_bytes_s, root_problem, tier_problem
-from ckptkit.store.mounts import file_system_of
+from ckptkit.store.mounts import file_system_of, measured_rate_bytes_s, root_problem, tier_problem
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep import usage
 from ckptkit.util.plain import plain_fields

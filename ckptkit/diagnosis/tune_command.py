@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT, size
-from ckptkit.cli.outputs import OutputFile
+from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT, OutputFile, size
 from ckptkit.cli.text import count_text, print_json, print_line, print_part, print_table, size_text
 from ckptkit.diagnosis.tuner import Proposal, TunePlan, explain_checkpoint, measure, plan_tune
 from ckptkit.diagnosis.tuner.proposing import PROBE_BYTES

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.direct.handlers import proving
 from ckptkit.direct.loading import not_a_tree
-from ckptkit.durable.cells.kvstore import require_usable
+from ckptkit.durable.cells.tensorstore_wait import require_usable
 from ckptkit.job.coordination import refuse_unjoined
 from ckptkit.model import paths
 from ckptkit.store.backends import properties_of

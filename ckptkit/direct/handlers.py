@@ -13,8 +13,7 @@ from orbax.checkpoint import future as orbax_future
 from orbax.checkpoint._src import asyncio_utils
 
 from ckptkit.direct.loading import Loader
-from ckptkit.direct.memory import StagingMemory
-from ckptkit.direct.staging import LONE, staged
+from ckptkit.direct.staging import LONE, StagingMemory, staged
 from ckptkit.durable.cells.pacing import Pace
 from ckptkit.durable.cells.sharing import Sharing
 from ckptkit.durable.cells.writer import merge_processes

@@ -1,13 +1,15 @@
-"""A tree that is saved to a directory of its own: copied to host memory and digested."""
+"""A tree that is saved to a directory of its own: digested, and copied to host memory that the next save uses again."""
 
 from __future__ import annotations
 
 import socket
-from typing import Any
+import weakref
+from collections import deque
+from typing import Any, final
 
 import jax
+import numpy as np
 
-from ckptkit.direct.memory import StagingMemory
 from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.model.manifest import Manifest, SaveId, Writer
@@ -16,6 +18,7 @@ from ckptkit.snapshot.describe import describe_items, with_digests
 from ckptkit.snapshot.items import array_items, save_items
 from ckptkit.snapshot.provenance import provenance_here
 from ckptkit.snapshot.shards import local_shards
+from ckptkit.util.pages import empty_block
 
 LONE = SaveId(epoch=0, step=0, number=0)  # of no run: a run's first epoch is 1
 
@@ -52,3 +55,41 @@ def staged(args: Any, item: str, kept: StagingMemory) -> HostTreeSave | None:
     found = array_items(description, manifest, memory, captured)[item]
     assert isinstance(found, HostTreeSave), "a tree, and no files of a handler"
     return found
+
+
+@final
+class StagingMemory:
+    """Keeps one block between saves, so that only the first save touches fresh pages (0.2 to 4 s per GB).
+
+    A block is free again when nothing refers to its bytes any more: no leaf of the save, and no write in TensorStore.
+    Safe from several threads, without a lock: blocks come back in the garbage collector, too.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[np.ndarray] = deque(maxlen=1)
+        self._is_closed = False
+
+    def take(self, size_bytes: int) -> np.ndarray:
+        """A flat array of bytes. Its block is the one of an earlier save if that is free and large enough."""
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = None
+        if block is None or block.nbytes < size_bytes:
+            block = None  # before the larger one is allocated
+            block = empty_block((size_bytes,), np.dtype(np.uint8))
+        if not size_bytes:
+            return block
+        # NumPy has a view keep its root alive: the memoryview makes `taken` that root, and not the block.
+        taken = np.frombuffer(block.data, np.uint8, size_bytes)
+        weakref.finalize(taken, self._put_back, block).atexit = False
+        return taken
+
+    def close(self) -> None:
+        """Frees the block, one that is in use as soon as it is not."""
+        self._is_closed = True
+        self._free.clear()
+
+    def _put_back(self, block: np.ndarray) -> None:
+        if not self._is_closed:
+            self._free.append(block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,28 +12,30 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.cells.pacing import Pace, spread_start
 from ckptkit.durable.cells.placed import PlacedCells, PlacedRanges
 from ckptkit.durable.cells.reader import CellReader, Wanted
 from ckptkit.durable.cells.tensorstore_wait import (
     awaited,
+    base_of,
     large_objects,
     small_objects,
     undamaged,
 )
 from ckptkit.durable.lifecycle.places import Place, item_handlers
-from ckptkit.durable.lifecycle.step_records import had_sidecars, marked_in, save_in_metadata
+from ckptkit.durable.lifecycle.step_records import (
+    had_sidecars,
+    marked_in,
+    own_sidecars,
+    read_sidecar,
+    save_in_metadata,
+)
 from ckptkit.durable.sidecars import (
     incomplete,
     lost_sidecars,
     missing_items,
-    of_one_save,
     require_custom,
     several_saves,
-    sidecars_among,
-    split_sidecars,
-    under_name,
     wrong_step,
 )
 from ckptkit.errors import CorruptCheckpointError
@@ -45,9 +47,7 @@ from ckptkit.model.handler_files import is_file, with_file_leaves
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, ManifestDepth, SaveId
 from ckptkit.store import Store, all_of
 from ckptkit.store.base import checked_key
-from ckptkit.util.gc_pause import collection_paused
 
-READ_THREADS = 8
 _JOINED_BYTES = 64 << 20  # of a joined record of a large job: it may take as long as so much
 
 
@@ -121,60 +121,30 @@ class DurableReader:
         if to_read:
             spread_start(self._profile, self._url)
         items = self.item_names() if names is None else _directories(names)
-        listed = dict(
-            zip(items, all_of(self._url, [partial(self._listed, item, to_read) for item in items]), strict=True)
+        found = dict(
+            zip(items, all_of(self._url, [partial(self._gathered, item, to_read) for item in items]), strict=True)
         )
-        self.without_sidecars = tuple(item for item, sidecars in listed.items() if not sidecars)
+        self.without_sidecars = tuple(item for item, own in found.items() if not own)
         self._require_sidecars(self.without_sidecars)
-        if not any(listed.values()):
+        if not any(found.values()):
             self._require_items(items)
-        missing = [(item, n) for item, sidecars in listed.items() for n, known in sidecars.items() if known is None]
-        with ThreadPoolExecutor(min(READ_THREADS, self._profile.read_concurrency)) as pool:
-            read = dict(zip(missing, pool.map(lambda key: self._sidecar(*key), missing), strict=True))
-        found = {
-            item: of_one_save({n: known or read[item, n] for n, known in sidecars.items()}, self._marked)
-            for item, sidecars in listed.items()
-        }
         return with_file_leaves(self._of_one_step({item: own for item, own in found.items() if own}))
 
-    def _listed(self, item: str, to_read: bool) -> dict[int, Manifest | None]:
-        """The processes that have a sidecar of the item, which is read while they are listed if there is only one. Of
-        several, the joined record is read, if there is one."""
+    def _gathered(self, item: str, to_read: bool) -> dict[int, Manifest]:
+        def joined(key: str) -> bytes:
+            return large_objects(self._url, self._profile, _JOINED_BYTES).get(f"{item}/{key}")
 
-        def listed() -> list[str]:
-            names = self._store.list(f"{item}/{paths.SIDECAR_DIR}")
-            if sidecars_among(names) and to_read:
+        def on_listed() -> None:
+            if to_read:
                 self._placed.open(item)
-            return names
 
-        def read() -> Manifest | None:
-            with suppress(FileNotFoundError):
-                return self._sidecar(item, 0)
-            return None
-
-        names, first = all_of(self._url, [listed, read])
-        processes = sidecars_among(names)
-        if first is not None and paths.JOINED_SIDECARS.rpartition("/")[2] in names:
-            found = self._joined(item, first)
-            if processes == sorted(found):
-                return dict(found)
-        return {process: None if process else first for process in processes}
-
-    def _joined(self, item: str, first: Manifest) -> dict[int, Manifest]:
-        """The sidecars of the save of `first`, the sidecar of process 0, by process; empty where the joined record is
-        damaged, or of another save."""
-        where = f"{item}/{paths.JOINED_SIDECARS}"
-        with suppress(FileNotFoundError, ValueError, CorruptCheckpointError):
-            texts = split_sidecars(large_objects(self._url, self._profile, _JOINED_BYTES).get(where))
-            found = {n: self._parsed(text, item, f"{where}, process {n}") for n, text in enumerate(texts)}
-            if all((each.save_id, each.writer.process) == (first.save_id, n) for n, each in found.items()):
-                return found
-        return {}
+        return own_sidecars(Place(self._store, item), joined=joined, on_listed=on_listed)
 
     def _of_one_step(self, found: Mapping[str, Mapping[int, Manifest]]) -> list[Manifest]:
         """The sidecars of all items, if they are all that one save has."""
-        whys = [incomplete(f"{self._url}/{item}", own, own, item=item) for item, own in found.items()]
         manifests = [manifest for own in found.values() for manifest in own.values()]
+        whys = [self._wrong_step(item, manifest) for item, own in found.items() for manifest in own.values()]
+        whys += [incomplete(f"{self._url}/{item}", own, own, item=item) for item, own in found.items()]
         whys.append(several_saves(self._url, (manifest.save_id for manifest in manifests)))
         if any(whys):
             raise self._corrupt("; ".join(filter(None, whys)))
@@ -213,8 +183,8 @@ class DurableReader:
             return named
         items = self.item_names()
         for item in items:
-            with suppress(FileNotFoundError):
-                return self._sidecar(item, 0).save_id
+            if (first := self._first_sidecar(item, "head")) is not None:
+                return first.save_id
         self._require_sidecars(items)
         return self.save_id_in_metadata()
 
@@ -238,9 +208,8 @@ class DurableReader:
         Verifies nothing in a step of stock Orbax or of an earlier version. Cost: a listing and a small read.
         """
         for item in self.item_names():
-            with suppress(FileNotFoundError):
-                expected = self._sidecar(item, 0, extent="head").custom
-                require_custom(without_identity(metadata), expected, where=self._url, step=self._step)
+            if (first := self._first_sidecar(item, "head")) is not None:
+                require_custom(without_identity(metadata), first.custom, where=self._url, step=self._step)
                 return
 
     def names(self) -> list[str]:
@@ -324,16 +293,15 @@ class DurableReader:
     def _awaited(self, future: Any) -> Any:
         return awaited([future], self._profile, self._url, nbytes=self._profile.read_ahead_bytes)[0]
 
-    def _sidecar(self, item: str, process: int, extent: ManifestDepth = "all") -> Manifest:
-        where = f"{item}/{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"
-        return self._parsed(self._store.get(where), item, where, extent)
-
-    def _parsed(self, data: bytes, item: str, where: str, extent: ManifestDepth = "all") -> Manifest:
-        with collection_paused():  # records of every leaf, which stay
-            manifest = Manifest.from_bytes(data, path=f"{self._url}/{where}", extent=extent)
-        if self._step is not None and (why := wrong_step(f"{self._url}/{item}", manifest.save_id, self._step)):
+    def _first_sidecar(self, item: str, extent: ManifestDepth) -> Manifest | None:
+        """The sidecar of process 0; None if there is none."""
+        found = read_sidecar(Place(self._store, item), 0, extent=extent)
+        if found is not None and (why := self._wrong_step(item, found)) is not None:
             raise self._corrupt(why)
-        return under_name(manifest, item)
+        return found
+
+    def _wrong_step(self, item: str, found: Manifest) -> str | None:
+        return None if self._step is None else wrong_step(f"{self._url}/{item}", found.save_id, self._step)
 
     def _opened(self, item: str, leaf: LeafRecord, prefix: str) -> Any:
         kvstore = {"driver": "ocdbt", "base": base_of(f"{self._url}/{item}"), "path": prefix}

@@ -25,14 +25,18 @@ _JOINED_BYTES_MAX = 1 << 30  # as of one manifest
 _MARKED = re.compile(r"\(ckptkit save ((\d+ \d+ \d+(?: [0-9a-f]{16} [0-9a-f]{16})?) [0-9a-f]{32}) ([0-9a-f]{32})\)$")
 
 
-def marker_text(where: str, save_id: SaveId) -> str:
-    """`commit_success.txt` of a step: Orbax's words, and the save's identity, which Orbax ignores.
+def marker_text(where: str, save_id: SaveId | None = None) -> str:
+    """`commit_success.txt`: Orbax's words, and of a step of ours the save's identity, which Orbax ignores.
 
-    No two are equal, so that a put whose answer was lost can distinguish its own marker from another writer's.
+    No two of our steps have an equal one, so that a put whose answer was lost can distinguish its own marker from
+    another writer's.
     """
+    words = f"Checkpoint commit was successful to {where}"
+    if save_id is None:
+        return words
     names = f" {save_id.run} {save_id.root}" if save_id.run and save_id.root else ""
     identity = f"{save_id.epoch} {save_id.step} {save_id.number}{names} {uuid.uuid4().hex}"
-    return f"Checkpoint commit was successful to {where} (ckptkit save {identity} {digest_of(identity.encode())})"
+    return f"{words} (ckptkit save {identity} {digest_of(identity.encode())})"
 
 
 def marked_save(mark: bytes) -> SaveId | None:

@@ -19,9 +19,8 @@ from ckptkit.durable.abandoned import clean_left, clean_unmarked
 from ckptkit.durable.cells.pacing import Pace
 from ckptkit.durable.lifecycle.classify import kind_of_item
 from ckptkit.durable.lifecycle.epochs import Ancestry
-from ckptkit.durable.lifecycle.leases import PruneGuard
+from ckptkit.durable.lifecycle.leases import PruneGuard, pinned_steps
 from ckptkit.durable.lifecycle.listing import StepListing
-from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.durable.lifecycle.root_record import shield_records
 from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostTreeSave

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.cells.ocdbt import inline_values
-from ckptkit.durable.cells.tensorstore_wait import finished
+from ckptkit.durable.cells.tensorstore_wait import base_of, finished
 from ckptkit.durable.lifecycle.places import Place, readable
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.boxes import Box

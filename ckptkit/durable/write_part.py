@@ -15,10 +15,11 @@ from ckptkit.durable.cells.pacing import Pace
 from ckptkit.durable.cells.sharing import Sharing
 from ckptkit.durable.cells.tensorstore_wait import large_objects, small_objects
 from ckptkit.durable.cells.writer import CellWriter, process_directory
-from ckptkit.durable.orbax import files as orbax_files
 from ckptkit.durable.orbax.file_items import FilesSave
+from ckptkit.durable.orbax.files import process_files, tree_files
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
 from ckptkit.durable.orbax.partial import names_in
+from ckptkit.durable.sidecars import marker_text
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
@@ -126,13 +127,9 @@ class PartWriter:
 
     @collection_paused()
     def _side_files(self, args: HostTreeSave) -> dict[str, bytes]:
-        process, shards = self._process, shards_of(args.item)
-        metadatas = orbax_files.array_metadatas_text(shards, has_sidecar=args.sidecar is not None)
-        files = {f"{paths.ARRAY_METADATAS}/process_{process}": metadatas.encode()}
-        if args.sidecar is not None:
-            files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"] = args.sidecar
-        if process == 0:
-            files |= orbax_files.tree_files(args.item, args.custom_metadata)
+        files = process_files(shards_of(args.item), self._process, args.sidecar)
+        if self._process == 0:
+            files |= tree_files(args.item, args.custom_metadata)
         return files
 
 
@@ -142,7 +139,7 @@ def _key(item: str, file: str) -> str:
 
 def item_mark(item: str, place: str) -> tuple[str, bytes]:
     """The files that Orbax leaves in each finished item, for readers of a single item."""
-    return f"{item}/{paths.COMMIT_MARK}", f"Checkpoint commit was successful to {place}/{item}".encode()
+    return f"{item}/{paths.COMMIT_MARK}", marker_text(f"{place}/{item}").encode()
 
 
 def of_item(profile: DurableProfile, args: HostTreeSave) -> DurableProfile:

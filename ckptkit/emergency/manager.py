@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.experimental.emergency import checkpoint_manager as orbax_emergency
+from orbax.checkpoint.experimental.emergency.checkpoint_manager import CheckpointManagerOptions
 
-from ckptkit.emergency.options import durable_options, local_tiers
 from ckptkit.errors import (
     CorruptCheckpointError,
     ItemNotFoundError,
@@ -23,11 +24,16 @@ from ckptkit.errors import (
 )
 from ckptkit.manager import CheckpointManager as TierManager
 from ckptkit.model.policies import ProcessOptions
-from ckptkit.model.tiers import Tier
+from ckptkit.model.tiers import EverySteps, KeepNewest, Tier, TierSavePolicy
 
 _log = logging.getLogger("ckptkit")
 STATE, DATASET, _RESERVED = "state", "dataset", "process_metadata"
 _ARGS: Any = ocp.args
+_REFUSED = {  # of `options.local`: what a fast tier cannot do, and what to give instead
+    "save_decision_policy": "should_save_fn, or tiers=[Tier.ram(path, save=...)]",
+    "preservation_policy": "max_to_keep, or tiers=[Tier.ram(path, keep=...)]",
+    "debug_use_full_global_mesh": "nothing: every process saves what its devices hold",
+}
 
 
 @final
@@ -289,3 +295,68 @@ def _wish(leaf: Any) -> ocp.RestoreArgs:
 
 def _no_root_for_dataset() -> str:
     return f"item {DATASET!r} has no root: give persistent_non_replicated_directory to the manager"
+
+
+@dataclass(frozen=True, slots=True)
+class _AsDecided:
+    """The caller's `should_save_fn`, which gets the latest step too."""
+
+    decide: Callable[[int, int | None], bool]
+    latest_step: Callable[[], int | None]
+
+    def due(self, step: int) -> bool:
+        """Whether a fast tier takes `step`."""
+        return bool(self.decide(step, self.latest_step()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Never:
+    """A tier that is read, and takes no step."""
+
+    def due(self, step: int) -> bool:
+        """False."""
+        del step
+        return False
+
+
+def local_tiers(
+    directory: str | os.PathLike[str] | None,
+    options: CheckpointManagerOptions,
+    latest_step: Callable[[], int | None],
+) -> list[Tier]:
+    """The ramdisk tier that `options.local` describes; none without a directory.
+
+    Raises ValueError naming each field that a fast tier cannot obey.
+    """
+    local = options.local
+    refused = [f"{name} (give {instead})" for name, instead in _REFUSED.items() if getattr(local, name)]
+    if refused:
+        raise ValueError(f"emergency.CheckpointManager: a fast tier has no LocalCheckpointOptions.{'; '.join(refused)}")
+    if not directory:
+        return []
+    save: TierSavePolicy = EverySteps(local.save_interval_steps)
+    if local.should_save_fn is not None:
+        save = _AsDecided(local.should_save_fn, latest_step)
+    if local.read_only:
+        save = _Never()
+    return [Tier.ram(os.fspath(directory), save=save, keep=KeepNewest(max(1, local.max_to_keep or 1)))]
+
+
+def durable_options(options: CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
+    """The options of the durable tier that `options.persistent` describes."""
+    persistent, more = options.persistent, dict[str, Any]()
+    if options.async_options is not None:
+        more["async_options"] = options.async_options
+    return ocp.CheckpointManagerOptions(
+        save_interval_steps=persistent.save_interval_steps,
+        max_to_keep=persistent.max_to_keep,
+        keep_period=persistent.keep_period,
+        should_save_fn=persistent.should_save_fn,
+        save_decision_policy=persistent.save_decision_policy,
+        preservation_policy=persistent.preservation_policy,
+        step_name_format=options.step_name_format,
+        cleanup_tmp_directories=options.cleanup_tmp_directories,
+        enable_async_checkpointing=options.enable_async_checkpointing,
+        save_root_metadata=False,
+        **more,
+    )

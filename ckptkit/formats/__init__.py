@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ckptkit.util.lazy import lazy_names
+from ckptkit.util.package import lazy_names
 
 if TYPE_CHECKING:
     from ckptkit.formats.opening import inspect as inspect

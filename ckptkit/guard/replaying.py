@@ -13,7 +13,7 @@ from typing import Any, final
 
 import jax
 
-from ckptkit.durable.lifecycle.certificates import certify_saves
+from ckptkit.durable.lifecycle.root_record import certify_saves
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager

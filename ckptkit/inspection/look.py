@@ -7,11 +7,9 @@ import stat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from ckptkit.durable.lifecycle.certificates import certified_saves
 from ckptkit.durable.lifecycle.classify import grain_names_in
 from ckptkit.durable.lifecycle.listing import newest_committed, read_ancestry, read_root
 from ckptkit.durable.lifecycle.places import (
@@ -27,14 +25,14 @@ from ckptkit.durable.lifecycle.places import (
     readable,
     step_items,
 )
+from ckptkit.durable.lifecycle.root_record import certified_saves
 from ckptkit.durable.lifecycle.step_records import (
     items_missing,
-    marked_above,
-    read_sidecars,
+    own_sidecars,
     sidecar_processes,
     sidecars_lost,
 )
-from ckptkit.durable.sidecars import incomplete, of_one_save
+from ckptkit.durable.sidecars import incomplete
 from ckptkit.durable.stored_arrays import read_arrays
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import Inspection, Item, SaveOrigin
@@ -185,9 +183,7 @@ def _origin(
     writers: dict[int, Writer] = {}
     for item in ours:
         try:
-            present = sidecar_processes(item)
-            told = read_sidecars(item, present[:1], extent="leaves")  # each names all leaves
-            own = of_one_save(told | read_sidecars(item, present[1:], extent="head"), partial(marked_above, item))
+            own = own_sidecars(item, extent="leaves", others="head")  # each names all leaves
         except CorruptCheckpointError as error:
             problems.append(str(error))
             continue
@@ -195,7 +191,7 @@ def _origin(
         if why is not None:
             problems.append(why)
             continue
-        sidecars[item.name] = told[present[0]]
+        sidecars[item.name] = own[min(own)]
         hosts.update(manifest.writer.host for manifest in own.values())
         writers |= {process: manifest.writer for process, manifest in own.items()}
     first = next(iter(sidecars.values()), None)

@@ -9,5 +9,5 @@ from ckptkit.launch.policy import Loss as Loss
 from ckptkit.launch.policy import RestartPolicy as RestartPolicy
 from ckptkit.launch.policy import WarmStart as WarmStart
 from ckptkit.launch.policy import Workers as Workers
+from ckptkit.launch.policy import free_port as free_port
 from ckptkit.launch.policy import next_attempt as next_attempt
-from ckptkit.launch.specs import free_port as free_port

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from mmap import mmap
 from multiprocessing import connection
 from pathlib import Path
 
@@ -89,8 +90,10 @@ class Child:
         running: Running,
         on_output: Callable[[int, str], None],
         on_error: Callable[[Exception], None],
+        beats: mmap | None = None,
     ):
-        self.process = process
+        """`beats` is where it marks its steps, if it can."""
+        self.process, self.beats = process, beats
         self.pid = running.pid
         self._is_wrapper = running.is_wrapper
         self._on_output = on_output

@@ -13,10 +13,9 @@ from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.command import python_command
 from ckptkit.launch.control import Connection, ControlError, checked_secret, connect
 from ckptkit.launch.host import LocalHost
-from ckptkit.launch.policy import ExitCode, Hooks, Workers
+from ckptkit.launch.policy import ExitCode, Hooks, JobPlace, Workers, specs_of
 from ckptkit.launch.roster import SILENCE_S, beats_message
 from ckptkit.launch.signals import Told, passed_by, signals_mean
-from ckptkit.launch.specs import JobPlace, specs_of
 from ckptkit.util.clock import Deadline, monotonic_s
 from ckptkit.util.heartbeat import Beats
 
@@ -80,7 +79,7 @@ class Follower:
             return ExitCode.INTERRUPTED
         finally:
             self._end_workers()
-            self._local.close()
+            self._local.templates.close()
             os.close(self._wake)
 
     def _connect(self) -> Connection:
@@ -178,7 +177,7 @@ class Follower:
     def _preload(self) -> None:
         command = python_command(self._workers.command)
         if command is not None:
-            self._local.preload(command)
+            self._local.templates.preload(command)
 
     def _stop(self, grace_s: float) -> None:
         """SIGTERM, and SIGKILL after the grace, which a second order may cut."""

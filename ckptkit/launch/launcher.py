@@ -11,10 +11,19 @@ from typing import Any
 from ckptkit.events import EventLog, Kind
 from ckptkit.launch.child import Child, ended_among
 from ckptkit.launch.host import LocalHost
-from ckptkit.launch.policy import ExitCode, HangPolicy, Hooks, Loss, RestartPolicy, Workers
+from ckptkit.launch.policy import (
+    ExitCode,
+    HangPolicy,
+    Hooks,
+    JobPlace,
+    Loss,
+    RestartPolicy,
+    Workers,
+    free_port,
+    specs_of,
+)
 from ckptkit.launch.roster import Report, Roster
 from ckptkit.launch.signals import Told, passed_by, signals_mean
-from ckptkit.launch.specs import JobPlace, free_port, specs_of
 from ckptkit.launch.status import Status
 from ckptkit.launch.watch import Hang, Watch
 from ckptkit.util.clock import Deadline, monotonic_s
@@ -81,7 +90,7 @@ class Launcher:
             with signals_mean({**acts, **passed_by(self.pass_on)}):
                 code = self._run_attempts()
         finally:
-            self._local.close()
+            self._local.templates.close()
             if self._roster is not None:
                 self._roster.close(int(code))
             with self._wake_lock:
@@ -299,7 +308,7 @@ class Launcher:
         """Looks at the beats: the first worker that hangs is the loss. The log has the stacks of all, from the first
         suspicion on."""
         self._local.tick()
-        if self._roster is not None and self._local.is_warm:
+        if self._roster is not None and self._local.templates.is_warm:
             self._roster.warm_spares()
         hung = self._take_beats(watch)
         if hung is None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import click
 
-from ckptkit.cli.options import DRY_RUN, JSON, Parsed, seconds
-from ckptkit.cli.outputs import OutputFile
+from ckptkit.cli.options import DRY_RUN, JSON, OutputFile, Parsed, seconds
 from ckptkit.cli.text import print_json, print_line
 from ckptkit.events import EventLog
 from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt

@@ -1,4 +1,4 @@
-"""The agent's side of a template: starts it, knows whether it is ready, and has it fork workers."""
+"""The agent's side of templates: starts them, knows whether they are ready, and has them fork workers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any, final
 
 from ckptkit.launch import worker
 from ckptkit.launch.child import Running, spawn
 from ckptkit.launch.command import PythonCommand
+from ckptkit.launch.policy import Workers, has_placeholders
 from ckptkit.util.clock import Deadline
 
 IMPORT_LIMIT_S = 300.0
@@ -25,6 +27,7 @@ _HEADER = struct.Struct("<I")
 _PR_SET_CHILD_SUBREAPER = 36
 _LAST_WORDS_BYTES = 4096
 _LOOK_S = 0.1
+_LOSSES_MAX = 5
 # A device that a template opens is in every worker, in a state that no driver knows. Workers get the values back.
 _HIDES_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 
@@ -74,6 +77,11 @@ class Standby:
             theirs.close()
         words = {"command": command.to_json(), "arguments": list(arguments)}
         self._send({"agent": os.getpid(), **words, "modules": list(modules)})
+
+    @property
+    def is_importing(self) -> bool:
+        """Whether it had not imported everything when it was last asked."""
+        return self._awaited > 0
 
     def is_ready(self) -> bool:
         """Whether it has imported everything. Raises `StandbyError` where it never will, or has ended."""
@@ -164,3 +172,121 @@ class Standby:
         said = os.pread(self._output_fd, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
         lines = said.decode(errors="replace").split("\n")
         return "the template ended" + next((f": {line}" for line in reversed(lines) if line.strip()), "")
+
+
+@dataclass(slots=True)
+class _Place:
+    """The template of the workers with one prefix, what it must not import, and how often one was lost."""
+
+    standby: Standby | None = None
+    waits: bool = True  # workers wait for it while it imports
+    skipped: set[str] = field(default_factory=set)
+    losses: int = 0
+
+
+@final
+class Templates:
+    """The templates of a host, one for each prefix of its workers. `is_cold`: no more are made.
+
+    The next template does without the module that made one unusable. Five are tried at most for a prefix. A template
+    that cannot start for an unknown reason is the last one of the host. `command` is the program of the newest start
+    (None: not one in Python).
+    """
+
+    command: PythonCommand | None = None
+
+    def __init__(self, workers: Workers, env: Mapping[str, str], say: Callable[[str], None]):
+        self.is_cold = workers.warm is None or workers.warm.is_cold
+        self._modules = () if workers.warm is None else workers.warm.preload
+        self._words, self._env, self._say = workers.command, env, say
+        self._places: dict[tuple[str, ...], _Place] = {}
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether one has been ready: other hosts can have one too."""
+        return any(place.standby is not None and place.standby.was_ready for place in self._places.values())
+
+    def begin(self, workers: Mapping[tuple[str, ...], int]) -> None:
+        """Before a start of so many workers with each prefix: makes the templates that they wait for, side by side.
+
+        A template imports once for all of them, each worker would for itself. The first start waits for a single
+        worker too: a template imports as fast as it would, and makes all later starts warm.
+        """
+        is_first = not self._places
+        for prefix, count in workers.items():
+            place = self._places.setdefault(prefix, _Place())
+            place.waits = is_first or count > 1 or bool(self._modules)
+            if place.standby is not None or place.waits:
+                self._ensure(prefix)
+
+    def ready(self, prefix: tuple[str, ...], is_over: Callable[[], bool]) -> Standby | None:
+        """The template from which workers are forked now; None where they start cold. When `is_over`, one that still
+        imports is returned."""
+        place = self._places[prefix]
+        while place.standby is not None and (place.standby.was_ready or place.waits):
+            try:
+                place.standby.wait_until_ready(is_over)
+            except StandbyError as error:
+                self._give_up(place, error)
+                self._ensure(prefix)
+            else:
+                return place.standby
+        return None
+
+    def drop(self, prefix: tuple[str, ...]) -> None:
+        """Ends a template; the next `tick` makes another."""
+        _close(self._places[prefix])
+
+    def tick(self, *, is_settled: bool) -> None:
+        """Makes a template where there is none, once the job has settled: before, it would slow down the start."""
+        for prefix, place in self._places.items():
+            if place.standby is not None or place.losses or is_settled:
+                self._ensure(prefix)
+
+    def preload(self, command: PythonCommand) -> None:
+        """Makes a template before any worker has run here: a spare waits warm."""
+        if not self.is_cold:
+            self.command = command
+            self._places.setdefault((), _Place())
+            self._ensure(())
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for place in self._places.values():
+            _close(place)
+        self._places.clear()
+
+    def _ensure(self, prefix: tuple[str, ...]) -> None:
+        place = self._places[prefix]
+        if place.standby is not None:
+            try:
+                place.standby.is_ready()
+            except StandbyError as error:
+                self._give_up(place, error)
+        if place.standby is None and not self.is_cold and self.command is not None:
+            modules = [name for name in self._modules if name not in place.skipped]
+            own = self._words[self.command.arguments_at :]
+            arguments = () if has_placeholders(own) else own  # for modules that look at them
+            try:
+                place.standby = Standby(self.command, modules, self._env, arguments=arguments, prefix=prefix)
+            except (StandbyError, OSError) as error:
+                self._say(f"no template: {error}")
+                self.is_cold = True
+
+    def _give_up(self, place: _Place, error: StandbyError) -> None:
+        has_hope = (place.standby is not None and place.standby.was_ready) or bool(error.culprit and self._modules)
+        _close(place)
+        what = "all starts are cold" if isinstance(error, ColdProgramError) else "the template cannot be used"
+        if not self.is_cold:  # once for all prefixes
+            self._say(f"{what}: {error}")
+        place.losses += 1
+        if error.culprit is not None:
+            place.skipped.add(error.culprit)
+        if not has_hope or place.losses >= _LOSSES_MAX:
+            self.is_cold = True
+
+
+def _close(place: _Place) -> None:
+    if place.standby is not None:
+        place.standby.close()
+        place.standby = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ckptkit.durable.cells.kvstore import require_usable
+from ckptkit.durable.cells.tensorstore_wait import require_usable
 from ckptkit.durable.orbax.manager import Setup
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.events import Kind
@@ -139,7 +139,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         metadata_index.refill(ledger.steps())
         branch = Branch(ledger, stock.epoch + 1, looked.run)
         pipeline = SavePipeline(
-            make_tiers(arenas, memory, in_flight_max, durable, epochs, peer_copies),
+            make_tiers(arenas, memory, in_flight_max, inventory, peer_copies),
             job,
             Writer(
                 process=coordinator.process,
@@ -152,7 +152,6 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
             retention,
             settings.saving,
             machinery(coordinator, Stager(memory, device_bytes_max=settings.saving.device_copy_bytes_max)),
-            inventory.repair_command,
         )
         opened.pop_all()
     return Components(

@@ -7,9 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.durable.lifecycle.epochs import EpochRecords
 from ckptkit.durable.lifecycle.root_record import RootRecord
-from ckptkit.durable.steps import DurableSteps
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Coordinator, Job, gather
 from ckptkit.job.vote import act_together
@@ -19,6 +17,7 @@ from ckptkit.model.tiers import MEMORY, PEER, RAM, SSD, Tier, kept_beside
 from ckptkit.peers import PeerLink, open_link
 from ckptkit.peers.receiver import CopyReceiver
 from ckptkit.peers.ring import Seat, keepers, kept_for
+from ckptkit.restore.candidates import Inventory
 from ckptkit.save.records import PeerCopies, SaveTargets
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
@@ -153,8 +152,7 @@ def make_tiers(
     arenas: Mapping[str, Arena],
     memory: HostMemory,
     in_flight_max: int,
-    durable: DurableSteps,
-    epochs: EpochRecords,
+    inventory: Inventory,
     peer_copies: PeerCopies | None = None,
 ) -> SaveTargets:
     """Where saves go: staged in the ramdisk's slots, or without one in host memory for as many as may be in flight."""
@@ -163,9 +161,10 @@ def make_tiers(
         staging=staging,
         staging_name=RAM if RAM in arenas else MEMORY,
         disk=arenas.get(SSD),
-        durable=durable,
-        epochs=epochs,
+        durable=inventory.durable,
+        epochs=inventory.epochs,
         peer_copies=peer_copies,
+        repair=inventory.repair_command,
     )
 
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ckptkit.durable.orbax.host_shards import is_text_leaf
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM, METRICS_ITEM, sharding_metadata, step_metadata, tree_metadata
-from ckptkit.durable.orbax.text_leaf import is_text_leaf
 from ckptkit.durable.read_step import without_identity
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import StepNotFoundError

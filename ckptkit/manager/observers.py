@@ -13,7 +13,7 @@ from ckptkit.events import Event, EventLog, Kind
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.health import FirstOfMany
 from ckptkit.util.clock import time_text
-from ckptkit.util.sizes import size_text
+from ckptkit.util.words import size_text
 
 _log = logging.getLogger("ckptkit")
 _LIKE_CHARS = 40  # of a reason: numbers come later

@@ -9,7 +9,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.lifecycle.certificates import certified_saves
+from ckptkit.durable.lifecycle.root_record import certified_saves
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.orbax.reports import Spans, restore_entry
 from ckptkit.durable.steps import DurableSteps

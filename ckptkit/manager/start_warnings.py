@@ -20,10 +20,8 @@ from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, Tier
 from ckptkit.store.backends import backend_of
-from ckptkit.store.misplaced import measured_rate_bytes_s, root_problem, tier_problem
-from ckptkit.store.mounts import FileSystem, existing, file_system_of
-from ckptkit.util.sizes import size_text
-from ckptkit.util.words import command_line, on_each_host, own_host_id
+from ckptkit.store.mounts import FileSystem, existing, file_system_of, measured_rate_bytes_s, root_problem, tier_problem
+from ckptkit.util.words import command_line, on_each_host, own_host_id, size_text
 
 _log = logging.getLogger("ckptkit")
 _NAMES_MAX = 20  # in one line or event

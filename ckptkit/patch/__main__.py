@@ -3,7 +3,7 @@
     python -m ckptkit.patch [--tiers FILE] [--ram DIR] [--ssd DIR] -- SCRIPT ARGUMENTS...
     python -m ckptkit.patch [--tiers FILE] [--ram DIR] [--ssd DIR] -- -m MODULE ARGUMENTS...
 
-`--tiers` is a TOML file (`ckptkit.patch.tiers_file`); `--ram` and `--ssd` are tiers with the usual policies.
+`--tiers` is a TOML file (`ckptkit.patch.replacing`); `--ram` and `--ssd` are tiers with the usual policies.
 """
 
 from __future__ import annotations

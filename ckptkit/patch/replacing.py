@@ -1,4 +1,6 @@
-"""`patch_orbax`: Orbax's public names for managers and checkpointers get classes of ours, with tiers bound to them."""
+"""`patch_orbax`: Orbax's public names for managers and checkpointers get classes of ours, with tiers bound to them.
+
+The tiers may come from a TOML file."""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import gc
 import logging
 import os
 import sys
+import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -19,8 +23,7 @@ from orbax.checkpoint.experimental.emergency import checkpoint_manager as orbax_
 from ckptkit import direct, emergency, v1
 from ckptkit.errors import CheckpointError
 from ckptkit.manager import CheckpointManager
-from ckptkit.model.tiers import Tier, checked_tiers
-from ckptkit.patch.tiers_file import read_tiers
+from ckptkit.model.tiers import EverySeconds, EverySteps, KeepBytes, KeepNewest, KeepUnflushed, Tier, checked_tiers
 
 _log = logging.getLogger("ckptkit")
 _OWN = ("orbax", "ckptkit")  # packages whose modules use the stock classes
@@ -34,6 +37,10 @@ _CHECKPOINTERS = (
     (ocp.PyTreeCheckpointer, direct.PyTreeCheckpointer),
 )
 _replaced: list[str] = []  # in this process
+_MAKERS: dict[str, Any] = {"ram": Tier.ram, "ssd": Tier.ssd, "peer": Tier.peer}
+_SAVE = {"every_steps": EverySteps, "every_seconds": EverySeconds}
+_KEEP = {"keep_newest": KeepNewest, "keep_bytes": KeepBytes, "keep_unflushed": KeepUnflushed}
+_PLAIN = {"ram": {"path", "slots", "job"}, "ssd": {"path", "slots", "job"}, "peer": {"copies", "slots", "rack"}}
 
 
 def patch_orbax(tiers: Sequence[Tier] | str | os.PathLike[str] = (), **ours: Any) -> list[str]:
@@ -152,3 +159,40 @@ def _uses(stock: type) -> Iterator[str]:
     count = sum(type(each) is stock for each in gc.get_objects())
     if count:
         yield f"{count} instances of {name} exist"
+
+
+def read_tiers(file: str | os.PathLike[str]) -> tuple[list[Tier], dict[str, Any]]:
+    """The tiers of a TOML file, and the keywords of a manager that it names (`host_id`).
+
+    Raises ValueError with the file and the key for one that is not known or cannot be, FileNotFoundError.
+    """
+    path = Path(file)
+    try:
+        content = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    ours = {"host_id": content.pop("host_id")} if "host_id" in content else {}
+    if unknown := sorted(set(content) - set(_MAKERS)):
+        raise ValueError(f"{path}: {', '.join(unknown)}: expected host_id and the tables {', '.join(_MAKERS)}")
+    return [_tier(path, name, table) for name, table in content.items()], ours
+
+
+def _tier(path: Path, name: str, table: Any) -> Tier:
+    known = {*_PLAIN[name], *_SAVE, *(() if name == "peer" else _KEEP)}
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: [{name}]: not a table: expected {', '.join(sorted(known))}")
+    if unknown := sorted(set(table) - known):
+        raise ValueError(f"{path}: [{name}]: keys {', '.join(unknown)}: expected {', '.join(sorted(known))}")
+    settings = {key: value for key, value in table.items() if key in _PLAIN[name]}
+    for argument, policies in (("save", _SAVE), ("keep", _KEEP)):
+        given = [key for key in policies if key in table]
+        if len(given) > 1:
+            raise ValueError(f"{path}: [{name}]: {' and '.join(given)}: give one of both")
+        if given:
+            settings[argument] = policies[given[0]](table[given[0]])
+    try:
+        return _MAKERS[name](settings.pop("path"), **settings) if name != "peer" else Tier.peer(**settings)
+    except KeyError as error:
+        raise ValueError(f"{path}: [{name}]: {error.args[0]} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: [{name}]: {error}") from error

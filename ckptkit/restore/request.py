@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ckptkit.durable.orbax.host_shards import TextLeaf, is_text_leaf, with_plain_text
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM, StockManager
-from ckptkit.durable.orbax.text_leaf import TextLeaf, is_text_leaf, with_plain_text
-from ckptkit.durable.orbax.v1_args import TreeRestore
+from ckptkit.durable.orbax.v1 import TreeRestore
 from ckptkit.errors import ItemNotFoundError, TreeMismatchError
 from ckptkit.model.manifest import STRUCTURE, LeafRecord, Manifest, merged_leaves
 from ckptkit.restore.tree import abstract_keys, abstract_of, is_plain_match, key_shape, sharding_of_keys

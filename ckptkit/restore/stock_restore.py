@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.failures import is_damage
+from ckptkit.durable.cells.tensorstore_wait import is_damage
 from ckptkit.durable.lifecycle.places import Place, item_kind, json_name, readable, step_items
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.orbax.partial import elsewhere, read_item, read_leaves

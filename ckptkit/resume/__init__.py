@@ -5,7 +5,7 @@ Names are imported when they are first used: the batches need no JAX.
 
 from typing import TYPE_CHECKING
 
-from ckptkit.util.lazy import lazy_names
+from ckptkit.util.package import lazy_names
 
 if TYPE_CHECKING:
     from ckptkit.resume.batches import ElasticBatches as ElasticBatches

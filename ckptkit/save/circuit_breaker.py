@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Generator
 from typing import Any
 
-from ckptkit.durable.failures import is_transient
+from ckptkit.durable.cells.tensorstore_wait import is_transient
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError, StoreError, heard_from
 from ckptkit.events import Kind

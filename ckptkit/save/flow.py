@@ -63,14 +63,12 @@ class SaveFlow:
         decider: Decider,
         options: SaveOptions,
         parts: Parts,
-        repair: str,
     ):
-        """`repair` is the command that repairs steps of the root."""
-        self._durable_steps = targets.durable
+        self._durable_steps, self._repair = targets.durable, targets.repair
         self._coordinator, self._events = job.coordinator, job.events
         self._writer = writer
         self._branch, self._ledger, self._decider = branch, branch.ledger, decider
-        self._options, self._repair = options, repair
+        self._options = options
         self._slots, self._slower, self._durable = parts.slots, parts.slower, parts.durable
         self._threads, self._maker = parts.threads, parts.maker
         self._voting, self._outcomes, self._replicas = parts.voting, parts.outcomes, parts.replicas

@@ -65,9 +65,7 @@ class SavePipeline:
         retention: Retention,
         options: SaveOptions,
         machinery: Machinery,
-        repair: str = "",
     ):
-        """`repair` is the command that repairs steps of the root."""
         coordinator, ledger = job.coordinator, branch.ledger
         self._targets, self._coordinator = targets, coordinator
         self._branch, self.decider = branch, decider
@@ -97,7 +95,7 @@ class SavePipeline:
             outcomes=self.outcomes,
             replicas=replicas,
         )
-        self.flow = SaveFlow(targets, job, writer, branch, decider, options, parts, repair)
+        self.flow = SaveFlow(targets, job, writer, branch, decider, options, parts)
         self._report_losses()
 
     def _report_losses(self) -> None:

@@ -224,3 +224,4 @@ class SaveTargets:
     durable: DurableSteps
     epochs: EpochRecords
     peer_copies: PeerCopies | None = None
+    repair: str = ""  # the command that repairs steps of the root

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from ckptkit.errors import StoreFullError
-from ckptkit.util.sizes import size_text
+from ckptkit.util.words import size_text
 
 CONTAINER_SHM_BYTES = 64 << 20  # what Docker and Kubernetes give /dev/shm where nobody asks for more
 LESS_ON_MOUNT = "give fewer slots (`slots` or `keep` of the tier, `in_flight_max`), or leave this tier out"

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ckptkit.durable.orbax.text_leaf import TextLeaf
+from ckptkit.durable.orbax.host_shards import TextLeaf
 from ckptkit.snapshot.describe import leaf_path
 
 _VALUES: dict[str, Any] = {"dict": {}, "list": [], "tuple": (), "none": None}

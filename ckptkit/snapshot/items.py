@@ -13,9 +13,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.file_items import FilesSave
-from ckptkit.durable.orbax.host_shards import HostTreeSave, host_tree
+from ckptkit.durable.orbax.host_shards import HostTreeSave, TextLeaf, can_be_stored, host_tree
 from ckptkit.durable.orbax.manager import METRICS_ITEM
-from ckptkit.durable.orbax.text_leaf import TextLeaf, can_be_stored
 from ckptkit.model.handler_files import with_file_digests
 from ckptkit.model.manifest import STRUCTURE, Manifest
 from ckptkit.snapshot.describe import Description, box_array, leaf_path

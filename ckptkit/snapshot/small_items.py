@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.orbax.array_files import array_files, jax_key_files, numpy_key_files
-from ckptkit.durable.orbax.file_items import FilesSave, handler_name
+from ckptkit.durable.orbax.file_items import FilesSave, array_files, handler_name, jax_key_files, numpy_key_files
 from ckptkit.durable.orbax.shardings import sharding_of_text, sharding_text
 from ckptkit.model.manifest import FILES
 from ckptkit.model.paths import JSON_VALUE

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
-from ckptkit.store.backend import BUCKET
+from ckptkit.store.backends import BUCKET
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
 
 _PROPERTIES = replace(BUCKET, round_trips=False, generations=True)

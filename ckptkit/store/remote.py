@@ -15,12 +15,10 @@ from typing import Any, final
 import fsspec
 
 from ckptkit.errors import StoreError, TransientStoreError
-from ckptkit.store.backend import PLAIN_PATH, Needed
-from ckptkit.store.backends import BACKENDS, backend_of
+from ckptkit.store.backends import BACKENDS, PLAIN_PATH, Needed, backend_of, is_refusal, refused
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
-from ckptkit.store.refused import is_refusal, refused
 from ckptkit.store.retry import within_deadline
-from ckptkit.util.distribution import install_command
+from ckptkit.util.package import install_command
 
 OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
 _FIRST_S_MIN = 0.5  # of the first operation, where finding credentials took almost all of the time

@@ -4,89 +4,54 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TypeVar, final
+from typing import final
+
+from typing_extensions import override
 
 from ckptkit.errors import TransientStoreError
-from ckptkit.store.base import Properties, PutMode, Stat, Store
+from ckptkit.store.base import PutMode, Store, StoreOperation, T, WrapperStore
 from ckptkit.util.clock import Deadline
 
-T = TypeVar("T")
 _TRY_S_MIN = 1.0  # what a try needs at least: with less left, the last error is the better answer
 _deadline: ContextVar[Deadline | None] = ContextVar("ckptkit-store-deadline", default=None)
 _jitter = random.Random()  # its own: a job that seeds `random` gets the same numbers with us in the background
 
 
 @final
-class RetryStore:
+class RetryStore(WrapperStore):
     """Repeats operations that raised `TransientStoreError` until `deadline_s`, with full jitter.
 
     A `create` that is repeated may find its own first try committed: the content is compared, and equal is success.
     """
 
     def __init__(self, inner: Store, *, deadline_s: float = 60.0, first_delay_s: float = 0.1):
-        self._inner = inner
+        super().__init__(inner)
         self._deadline_s = deadline_s
         self._first_delay_s = first_delay_s
 
-    @property
-    def url(self) -> str:
-        """The wrapped store's."""
-        return self._inner.url
+    @override
+    def _run(self, operation: StoreOperation, key: str, request: Callable[[], T]) -> T:
+        return retried(request, deadline_s=self._deadline_s, first_delay_s=self._first_delay_s)
 
-    @property
-    def properties(self) -> Properties:
-        """The wrapped store's."""
-        return self._inner.properties
-
+    @override
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
-        """See `Store.put`."""
         self._retry_create(
+            key,
             lambda: self._inner.put(key, data, mode=mode),
             lambda: self._inner.get(key) == data,
         )
 
+    @override
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
-        """See `Store.copy`."""
         self._retry_create(
+            target,
             lambda: self._inner.copy(source, target, mode=mode, replaces=replaces),
             lambda: self._inner.get(target) == self._inner.get(source),
         )
 
-    def get(self, key: str) -> bytes:
-        """See `Store.get`."""
-        return self._retry(lambda: self._inner.get(key))
-
-    def stat(self, key: str) -> Stat | None:
-        """See `Store.stat`."""
-        return self._retry(lambda: self._inner.stat(key))
-
-    def list(self, prefix: str) -> list[str]:
-        """See `Store.list`."""
-        return self._retry(lambda: self._inner.list(prefix))
-
-    def delete(self, key: str) -> None:
-        """See `Store.delete`."""
-        self._retry(lambda: self._inner.delete(key))
-
-    def list_all(self, prefix: str) -> list[str]:
-        """See `Store.list_all`."""
-        return self._retry(lambda: self._inner.list_all(prefix))
-
-    def delete_many(self, keys: Sequence[str]) -> None:
-        """See `Store.delete_many`."""
-        self._retry(lambda: self._inner.delete_many(keys))
-
-    def stat_all(self, prefix: str) -> dict[str, Stat]:
-        """See `Store.stat_all`."""
-        return self._retry(lambda: self._inner.stat_all(prefix))
-
-    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
-        """See `Store.delete_unchanged`."""
-        self._retry(lambda: self._inner.delete_unchanged(found))
-
-    def _retry_create(self, create: Callable[[], None], is_own: Callable[[], bool]) -> None:
+    def _retry_create(self, key: str, create: Callable[[], None], is_own: Callable[[], bool]) -> None:
         """Repeats `create`. A later try succeeds if it finds the object of an earlier one (`is_own`), which reported an
         error."""
         tries = 0
@@ -100,10 +65,7 @@ class RetryStore:
                 if tries == 1 or not is_own():
                     raise
 
-        self._retry(attempt)
-
-    def _retry(self, operation: Callable[[], T]) -> T:
-        return retried(operation, deadline_s=self._deadline_s, first_delay_s=self._first_delay_s)
+        self._run("put", key, attempt)
 
 
 def retried(

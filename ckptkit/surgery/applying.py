@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ckptkit.conversion.casting import rounded
 from ckptkit.durable.lifecycle.places import Place, item_kind
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.errors import StepNotFoundError, SurgeryError
@@ -38,7 +39,6 @@ from ckptkit.snapshot.abstract import state_of
 from ckptkit.store.roots import root_url
 from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
 from ckptkit.util.own_context import own_context
-from ckptkit.util.rounding import rounded
 
 _LOOK_S = 60.0  # for the listing that distinguishes a root from a step
 

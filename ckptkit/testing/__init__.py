@@ -7,7 +7,7 @@ are in `ckptkit.testing.store_contract`. docs/TESTING.md has examples.
 
 from typing import TYPE_CHECKING
 
-from ckptkit.util.lazy import lazy_names
+from ckptkit.util.package import lazy_names
 
 if TYPE_CHECKING:
     from ckptkit.testing.bucket import BucketServer as BucketServer

@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, final, get_args
+from typing import Final, Literal, TypeVar, final, get_args
+
+from typing_extensions import override
 
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
-from ckptkit.store.base import Properties, PutMode, Stat, Store, checked_key
+from ckptkit.store.base import PutMode, Stat, Store, StoreOperation, WrapperStore, checked_key
 
-StoreOperation = Literal["put", "get", "stat", "list", "delete"]
+_T = TypeVar("_T")
 StoreEffect = Literal["fail", "fail after", "delay", "tear", "reorder", "full", "io error", "crash"]
 _ONLY_PUTS: Final = ("tear", "full")
 _CHANGES: Final = ("put", "delete")
@@ -65,7 +67,7 @@ class StoreFault:
 
 
 @final
-class FaultyStore:
+class FaultyStore(WrapperStore):
     """Fails according to `faults`, with draws from `seed`; all other answers are those of `inner`.
 
     Safe from several threads; one operation at a time. `operations` counts what was asked for, so that a crash after
@@ -73,97 +75,55 @@ class FaultyStore:
     """
 
     def __init__(self, inner: Store, faults: list[StoreFault] | tuple[StoreFault, ...] = (), *, seed: int = 0):
-        self._inner = inner
-        self._faults = [[fault, 0, 0] for fault in faults]  # with how many matched, and how many were hit
         self._chance = random.Random(seed)
+        self._delayed = _DelayedStore(inner, self._chance)
+        super().__init__(self._delayed)
+        self._faults = [[fault, 0, 0] for fault in faults]  # with how many matched, and how many were hit
         self._lock = threading.RLock()
-        self._waiting: dict[str, bytes | None] = {}  # None: a deletion
         self._dead = False
         self.operations = 0
-
-    @property
-    def url(self) -> str:
-        """The wrapped store's."""
-        return self._inner.url
-
-    @property
-    def properties(self) -> Properties:
-        """The wrapped store's."""
-        return self._inner.properties
 
     @property
     def hits(self) -> list[int]:
         """How many operations each fault has hit."""
         return [hits for _, _, hits in self._faults]
 
+    @override
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
-        """See `Store.put`."""
+        self._run(
+            "put",
+            key,
+            lambda: self._delayed.put(key, data, mode=mode),
+            torn=lambda: self._delayed.tear(key, data),
+        )
 
-        def do(waits: bool) -> None:
-            if not waits and key not in self._waiting:
-                self._inner.put(key, data, mode=mode)
-                return
-            if mode == "create" and self._stat(key) is not None:
-                raise FileExistsError(f"{self.url}/{key} exists")
-            self._waiting[key] = bytes(data)
-
-        self._do("put", key, do, torn=lambda: self._inner.put(key, data[: len(data) // 2]))
-
+    @override
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
-        """See `Store.copy`; to faults a `get` of the source and a `put` of the target."""
+        """To faults a `get` of the source and a `put` of the target."""
         del replaces
         self.put(target, self.get(source), mode=mode)
 
-    def get(self, key: str) -> bytes:
-        """See `Store.get`."""
-        return self._do("get", key, lambda _: self._get(key))
-
-    def stat(self, key: str) -> Stat | None:
-        """See `Store.stat`."""
-        return self._do("stat", key, lambda _: self._stat(key))
-
-    def list(self, prefix: str) -> list[str]:
-        """See `Store.list`."""
-        return self._do("list", prefix, lambda _: self._list(prefix))
-
-    def delete(self, key: str) -> None:
-        """See `Store.delete`."""
-
-        def do(waits: bool) -> None:
-            if waits or key in self._waiting:
-                self._waiting[key] = None
-            else:
-                self._inner.delete(key)
-
-        self._do("delete", key, do)
-
-    def list_all(self, prefix: str) -> list[str]:
-        """See `Store.list_all`; to faults a `list`."""
-        return self._do("list", prefix, lambda _: self._list_all(prefix))
-
+    @override
     def delete_many(self, keys: Sequence[str]) -> None:
-        """See `Store.delete_many`; to faults a `delete` of each key, so that a crash finds some of them gone."""
+        """To faults a `delete` of each key, so that a crash finds some of them gone."""
         for key in keys:
             self.delete(key)
 
-    def stat_all(self, prefix: str) -> dict[str, Stat]:
-        """See `Store.stat_all`; to faults a `list`."""
-        found = self._do("list", prefix, lambda _: {key: self._stat(key) for key in self._list_all(prefix)})
-        return {key: stat for key, stat in found.items() if stat is not None}
-
+    @override
     def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
-        """See `Store.delete_unchanged`; to faults a `delete` of each object."""
+        """To faults a `delete` of each object."""
         for key, stat in found.items():
-            self._do("delete", key, lambda _, key=key, stat=stat: self._delete_unchanged(key, stat))
+            self._run("delete", key, lambda key=key, stat=stat: self._delayed.delete_unchanged({key: stat}))
 
     def settle(self) -> None:
         """Delayed writes reach the wrapped store, in any order."""
         with self._lock:
-            self._arrive(list(self._waiting))
+            self._delayed.arrive(1.0)
 
-    def _do(
-        self, operation: StoreOperation, key: str, do: Callable[[bool], Any], torn: Callable[[], None] | None = None
-    ) -> Any:
+    @override
+    def _run(
+        self, operation: StoreOperation, key: str, request: Callable[[], _T], torn: Callable[[], None] | None = None
+    ) -> _T:
         if key or operation != "list":  # the root itself may be listed
             checked_key(key)
         with self._lock:
@@ -171,17 +131,17 @@ class FaultyStore:
                 raise StoreCrash(f"{self.url} belongs to a process that died")
             self.operations += 1
             where = f"{self.url}/{key}: {operation}"
-            waits = False
+            self._delayed.delays = False
             for fault in self._hit(operation, key):
                 match fault.effect:
                     case "delay":
                         time.sleep(fault.delay_s)
                     case "reorder":
-                        waits = True
+                        self._delayed.delays = True
                     case "fail":
                         raise TransientStoreError(f"{where} failed, as planned", path=key)
                     case "fail after":
-                        do(waits)
+                        request()
                         raise TransientStoreError(f"{where} was done, and the answer is lost, as planned", path=key)
                     case "full":
                         raise StoreFullError(f"{where}: {os.strerror(errno.ENOSPC)}, as planned", path=key)
@@ -189,7 +149,7 @@ class FaultyStore:
                         raise StoreError(f"{where}: {os.strerror(errno.EIO)}, as planned", path=key)
                     case "tear" | "crash":
                         self._die(torn if fault.effect == "tear" else None)
-            return do(waits)
+            return request()
 
     def _hit(self, operation: StoreOperation, key: str) -> list[StoreFault]:
         """The faults that hit this operation, up to the first that ends it."""
@@ -210,12 +170,25 @@ class FaultyStore:
 
     def _die(self, torn: Callable[[], None] | None) -> None:
         self._dead = True
-        self._arrive([key for key in self._waiting if self._chance.random() < 0.5])
+        self._delayed.arrive(0.5)
         if torn is not None:
             torn()
         raise StoreCrash(f"{self.url}: the process dies here, as planned")
 
-    def _arrive(self, keys: list[str]) -> None:
+
+@final
+class _DelayedStore(WrapperStore):
+    """Holds back what is written while `delays` is true, until `arrive`; its own reads see it at once."""
+
+    def __init__(self, inner: Store, chance: random.Random):
+        super().__init__(inner)
+        self._chance = chance
+        self._waiting: dict[str, bytes | None] = {}  # None: a deletion
+        self.delays = False
+
+    def arrive(self, share: float) -> None:
+        """About this share of the delayed writes reaches the wrapped store, in any order."""
+        keys = [key for key in self._waiting if share == 1.0 or self._chance.random() < share]
         self._chance.shuffle(keys)
         for key in keys:
             data = self._waiting.pop(key)
@@ -224,7 +197,21 @@ class FaultyStore:
             else:
                 self._inner.put(key, data)
 
-    def _get(self, key: str) -> bytes:
+    def tear(self, key: str, data: bytes) -> None:
+        """Half of a put reaches the wrapped store."""
+        self._inner.put(key, data[: len(data) // 2])
+
+    @override
+    def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
+        if not self.delays and key not in self._waiting:
+            self._inner.put(key, data, mode=mode)
+            return
+        if mode == "create" and self.stat(key) is not None:
+            raise FileExistsError(f"{self.url}/{key} exists")
+        self._waiting[key] = bytes(data)
+
+    @override
+    def get(self, key: str) -> bytes:
         if key not in self._waiting:
             return self._inner.get(key)
         data = self._waiting[key]
@@ -232,29 +219,48 @@ class FaultyStore:
             raise FileNotFoundError(f"{self.url}/{key}")
         return data
 
-    def _stat(self, key: str) -> Stat | None:
+    @override
+    def stat(self, key: str) -> Stat | None:
         if key not in self._waiting:
             return self._inner.stat(key)
         data = self._waiting[key]
         return None if data is None else Stat(len(data))
 
-    def _delete_unchanged(self, key: str, stat: Stat) -> None:
-        """A delayed write has no generation yet: it was found as such, or put since."""
-        if key not in self._waiting:
-            self._inner.delete_unchanged({key: stat})  # not held back: what it is to delete is decided now
-        elif stat.generation is None:
+    @override
+    def delete(self, key: str) -> None:
+        if self.delays or key in self._waiting:
             self._waiting[key] = None
+        else:
+            self._inner.delete(key)
 
-    def _list_all(self, prefix: str) -> list[str]:
-        start = f"{prefix}/" if prefix else ""
-        waiting = {key: data for key, data in self._waiting.items() if key.startswith(start)}
-        return sorted(
-            (set(self._inner.list_all(prefix)) - set(waiting)) | {k for k, d in waiting.items() if d is not None}
-        )
+    @override
+    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
+        """A delayed write has no generation yet: it was found as such, or put since."""
+        for key, stat in found.items():
+            if key not in self._waiting:
+                self._inner.delete_unchanged({key: stat})  # not held back: what it is to delete is decided now
+            elif stat.generation is None:
+                self._waiting[key] = None
 
-    def _list(self, prefix: str) -> list[str]:
-        start = f"{prefix}/" if prefix else ""
-        below = {key[len(start) :]: data for key, data in self._waiting.items() if key.startswith(start)}
+    @override
+    def stat_all(self, prefix: str) -> dict[str, Stat]:
+        found = {key: self.stat(key) for key in self.list_all(prefix)}
+        return {key: stat for key, stat in found.items() if stat is not None}
+
+    @override
+    def list_all(self, prefix: str) -> list[str]:
+        waiting = self._waiting_below(prefix)
+        put = {key for key, data in waiting.items() if data is not None}
+        return sorted((set(self._inner.list_all(prefix)) - set(waiting)) | put)
+
+    @override
+    def list(self, prefix: str) -> list[str]:
+        start = len(prefix) + 1 if prefix else 0
+        below = {key[start:]: data for key, data in self._waiting_below(prefix).items()}
         gone = {name for name, data in below.items() if data is None}
         parts = (name.partition("/") for name, data in below.items() if data is not None)
         return sorted((set(self._inner.list(prefix)) - gone) | {head + "/" * bool(slash) for head, slash, _ in parts})
+
+    def _waiting_below(self, prefix: str) -> dict[str, bytes | None]:
+        start = f"{prefix}/" if prefix else ""
+        return {key: data for key, data in self._waiting.items() if key.startswith(start)}

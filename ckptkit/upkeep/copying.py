@@ -305,7 +305,7 @@ class _Copying:
             return marker_text(self._step.target, self._adoption.save_id).encode()
         if paths.COMMIT_MARK in self._step.sizes:
             return open_store(self._step.source, deadline_s=self._timeout_s).get(paths.COMMIT_MARK)
-        return f"Checkpoint commit was successful to {self._step.target}".encode()
+        return marker_text(self._step.target).encode()
 
     def _commit(self) -> None:
         store, text = self._store, self._mark_text()

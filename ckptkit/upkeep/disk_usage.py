@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from ckptkit.durable.cells.kvstore import base_of
-from ckptkit.durable.lifecycle.leases import PruneGuard
+from ckptkit.durable.cells.tensorstore_wait import base_of
+from ckptkit.durable.lifecycle.leases import PruneGuard, pin_reason, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, StepState, read_ancestry, read_root
-from ckptkit.durable.lifecycle.pins import pin_reason, pinned_steps
 from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind, no_directory
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.records import FORMAT

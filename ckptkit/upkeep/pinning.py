@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptkit.durable.lifecycle.leases import pinned_steps, put_pin, take_pin
 from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
-from ckptkit.durable.lifecycle.pins import pinned_steps, put_pin, take_pin
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection.records import FORMAT

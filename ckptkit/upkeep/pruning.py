@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ckptkit.durable.lifecycle.classify import StepClass
+from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard
+from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root
-from ckptkit.durable.lifecycle.permissions import Standing, reason_to_leave
-from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.durable.lifecycle.places import Place, no_directory
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.pins import pinned_steps
+from ckptkit.durable.lifecycle.leases import pinned_steps
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.root_record import shield_records
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError

@@ -13,7 +13,7 @@ from typing import final
 from ckptkit.util import clock
 from ckptkit.util.clock import time_text
 from ckptkit.util.notice import Promise
-from ckptkit.util.sizes import size_text
+from ckptkit.util.words import size_text
 
 _log = logging.getLogger("ckptkit")
 _LOGGED_EVERY_S = 10.0

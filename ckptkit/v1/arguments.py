@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.experimental import v1 as orbax_v1
 
 from ckptkit.durable.orbax import v1 as resolved
-from ckptkit.durable.orbax.v1_args import HandledRestore, HandledSave, TreeRestore, TreeSave
+from ckptkit.durable.orbax.v1 import HandledRestore, HandledSave, TreeRestore, TreeSave
 from ckptkit.manager.catalog import RecordedItems
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.v1.context import restored_by_orbax, saved_by_orbax

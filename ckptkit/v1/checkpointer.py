@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, final
+from threading import Thread
+from typing import Any, Generic, TypeVar, final
 
 import jax
 import orbax.checkpoint as ocp
@@ -23,11 +25,11 @@ from ckptkit.manager import CheckpointManager
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.v1.arguments import METRICS, restore_args, save_args
 from ckptkit.v1.context import checked_context, in_job, manager_options, profile_of, refuse_unlike
-from ckptkit.v1.responses import Response
 
 STATE = "state"
 
 Step = int | CheckpointMetadata | None
+T = TypeVar("T")
 
 
 @final
@@ -390,3 +392,33 @@ def _unranked(metrics: Any) -> float:
 
 
 orbax_v1.training.Checkpointer.register(Checkpointer)  # trainers ask `isinstance(m, ocp.training.Checkpointer)`
+
+
+class Response(Generic[T]):
+    """The result of `work`, which runs in a thread of its own (`ckptkit-response`) from now on."""
+
+    def __init__(self, work: Callable[[], T]):
+        self._future: Future[T] = Future()
+        self._thread = Thread(target=self._run, args=(work,), name="ckptkit-response", daemon=True)
+        self._thread.start()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Waits for the result; raises what the work raised, TimeoutError after `timeout` seconds."""
+        return self._future.result(timeout=timeout)
+
+    def on_complete(self, callback: Callable[[T], None]) -> None:
+        """Calls `callback` with the result once it is there; not where the work has failed."""
+
+        def call(future: Future[T]) -> None:
+            if future.exception() is None:
+                callback(future.result())
+
+        self._future.add_done_callback(call)
+
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            found = work()
+        except BaseException as error:  # noqa: BLE001  the top of a thread: raised by `result`
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(found)

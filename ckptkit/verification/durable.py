@@ -28,7 +28,7 @@ from ckptkit.durable.lifecycle.places import (
     step_items,
 )
 from ckptkit.durable.lifecycle.step_records import items_missing, own_sidecars, sidecar_processes, sidecars_lost
-from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, is_text_leaf
+from ckptkit.durable.orbax.host_shards import STRINGS_FILE, is_text_leaf
 from ckptkit.durable.read_step import DurableReader, without_identity
 from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
 from ckptkit.durable.stored_arrays import read_arrays

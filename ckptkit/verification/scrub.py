@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from ckptkit.durable.lifecycle.classify import StepClass
+from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions
+from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root
-from ckptkit.durable.lifecycle.permissions import Standing, reason_to_leave
-from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.durable.lifecycle.places import Place, nothing_at
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.errors import CorruptCheckpointError, StoreError, with_damage

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.diagnosis import RULES, Facts, rules, stragglers
+from ckptkit.diagnosis import RULES, Facts, rules
 from ckptkit.diagnosis.examining import misplaced
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import goodput_report
@@ -239,13 +239,13 @@ CASES: list[Case] = [
         "tier ram, /r, is on ext4; it took 2.0 KiB a second",
     ),
     (
-        stragglers.slow_processes,
+        rules.slow_processes,
         logged(*RUN, *parts({0: 0.5, 1: 0.4, 2: 1.5, 3: 0.5}, computing_s=1.0)),
         logged(*RUN, *parts({0: 0.5, 1: 0.4, 2: 0.7, 3: 0.5}, computing_s=1.0)),
         "process 2 takes 1.5 s for its part of a save to ram, the others 500 ms (p50 of 10)",
     ),
     (
-        stragglers.late_process,
+        rules.late_process,
         logged(*RUN, *waits({0: 0.4, 1: 0.1, 2: 0.5})),
         logged(*RUN, *waits({0: 0.4, 1: 0.3, 2: 0.5})),
         "process 1 is the last to start its steps: at saves the others wait 400 ms or more for the devices",
@@ -283,7 +283,7 @@ def test_process_with_slow_spans_is_named(span: str) -> None:
         event(Kind.SPAN, at + 0.5, at, span=span, duration_s=0.9 if process == 3 else 0.1, process=process)
         for at, process in product(range(20), range(4))
     ]
-    (found,) = stragglers.slow_processes(logged(*loads))
+    (found,) = rules.slow_processes(logged(*loads))
     assert found.what == f"process 3 takes 900 ms for `{span}`, the others 100 ms (p50 of 20)"
 
 
@@ -300,8 +300,8 @@ def test_save_that_only_does_not_fit_is_not_sent_to_repair() -> None:
 def test_process_that_was_slow_a_few_times_is_not_named() -> None:
     """A host would be replaced for one slow save."""
     times = [*parts({0: 0.1, 1: 0.1}, count=8), *parts({0: 0.1, 1: 3.0}, count=2)]
-    assert stragglers.slow_processes(logged(*RUN, *times)) == []
-    assert stragglers.slow_processes(logged(*RUN, *parts({0: 0.1, 1: 3.0}, count=7))) == [], "too few samples"
+    assert rules.slow_processes(logged(*RUN, *times)) == []
+    assert rules.slow_processes(logged(*RUN, *parts({0: 0.1, 1: 3.0}, count=7))) == [], "too few samples"
 
 
 def test_every_rule_has_a_case_and_a_source() -> None:

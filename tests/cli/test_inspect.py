@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from ckptkit.util.sizes import size_text
+from ckptkit.util.words import size_text
 from tests.cases import long_except
 from tests.cli.conftest import HOST, Ours, Run
 from tests.states import make_state

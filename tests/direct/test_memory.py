@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit import direct
-from ckptkit.direct import memory
+from ckptkit.direct import staging
 from tests.states import assert_same
 
 SIZE = 1 << 18
@@ -23,14 +23,14 @@ SIZE = 1 << 18
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Weak references to the blocks that were allocated."""
     made: list[Any] = []
-    allocate = memory.empty_block
+    allocate = staging.empty_block
 
     def counted(shape: Any, dtype: Any) -> np.ndarray:
         block = allocate(shape, dtype)
         made.append(weakref.ref(block))
         return block
 
-    monkeypatch.setattr(memory, "empty_block", counted)
+    monkeypatch.setattr(staging, "empty_block", counted)
     return made
 
 
@@ -66,7 +66,7 @@ def test_saves_share_one_block_of_host_memory(tmp_path: Path, blocks: list[Any],
 
 def test_larger_tree_takes_a_larger_block_that_smaller_ones_use(blocks: list[Any]) -> None:
     """A checkpointer of several trees would allocate at each save, or keep all blocks."""
-    kept = memory.StagingMemory()
+    kept = staging.StagingMemory()
     for size in (100, 5000, 200, 5000):
         kept.take(size)[:] = 7
     assert [each() is not None for each in blocks] == [False, True]
@@ -74,7 +74,7 @@ def test_larger_tree_takes_a_larger_block_that_smaller_ones_use(blocks: list[Any
 
 def test_block_in_use_is_not_given_again(blocks: list[Any]) -> None:
     """The bytes of a save in transfer to storage would be those of the next one."""
-    kept = memory.StagingMemory()
+    kept = staging.StagingMemory()
     first = kept.take(4096)
     part = first[10:20].view(np.uint8).reshape(2, 5)
     first[:] = 1

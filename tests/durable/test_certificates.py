@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.durable.lifecycle.certificates import certified_saves, certify_saves
+from ckptkit.durable.lifecycle.root_record import certified_saves, certify_saves
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import MemoryStore

@@ -15,10 +15,9 @@ import tensorstore as ts
 import ckptkit
 from bench.measure import PeakMemory, settle
 from ckptkit import DurableProfile
-from ckptkit.durable.cells.blosc import encoded_bytes
 from ckptkit.durable.cells.pacing import Pace
 from ckptkit.durable.cells.pieces import Pieces
-from ckptkit.durable.cells.reader import CellReader
+from ckptkit.durable.cells.reader import CellReader, encoded_bytes
 from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.durable.write_step import StepWriter

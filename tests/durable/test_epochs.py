@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,7 +14,7 @@ from ckptkit.errors import CorruptCheckpointError, TransientStoreError
 from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.restore.plan import rank_candidates
 from ckptkit.store import MemoryStore, RetryStore
-from ckptkit.store.base import PutMode, Stat, Store
+from ckptkit.store.base import PutMode, Store, WrapperStore
 
 
 @dataclass
@@ -248,48 +247,20 @@ def test_an_epoch_is_claimed_once() -> None:
     assert records.read() == Ancestry(2, ())
 
 
-class FailsFirstPut:
+class FailsFirstPut(WrapperStore):
     """A store whose first put does not arrive, and during which `meanwhile` happens."""
 
     def __init__(self, inner: Store, meanwhile: EpochRecords, ancestry: Ancestry):
-        self._inner = inner
+        super().__init__(inner)
         self._meanwhile: EpochRecords | None = meanwhile
         self._ancestry = ancestry
-        self.url, self.properties = inner.url, inner.properties
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         if self._meanwhile is not None:
             other, self._meanwhile = self._meanwhile, None
             other.write(self._ancestry)
             raise TransientStoreError("503 try again")
-        self._inner.put(key, data, mode=mode)
-
-    def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
-        self._inner.copy(source, target, mode=mode, replaces=replaces)
-
-    def get(self, key: str) -> bytes:
-        return self._inner.get(key)
-
-    def stat(self, key: str) -> Stat | None:
-        return self._inner.stat(key)
-
-    def list(self, prefix: str) -> list[str]:
-        return self._inner.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self._inner.delete(key)
-
-    def list_all(self, prefix: str) -> list[str]:
-        return self._inner.list_all(prefix)
-
-    def delete_many(self, keys: Sequence[str]) -> None:
-        self._inner.delete_many(keys)
-
-    def stat_all(self, prefix: str) -> dict[str, Stat]:
-        return self._inner.stat_all(prefix)
-
-    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
-        self._inner.delete_unchanged(found)
+        super().put(key, data, mode=mode)
 
 
 def test_two_runs_cannot_both_claim_an_epoch_through_a_retry() -> None:

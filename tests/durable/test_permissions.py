@@ -7,8 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
-from ckptkit.durable.lifecycle.classify import StepClass
-from ckptkit.durable.lifecycle.permissions import ALLOWED, Action, Standing, StepStateName, reason_to_leave
+from ckptkit.durable.lifecycle.classify import ALLOWED, Action, Standing, StepClass, StepStateName, reason_to_leave
 
 FAULTS = Path(__file__).parents[2] / "docs/FAULTS.md"
 ACTIONS: tuple[Action, ...] = get_args(Action)

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.durable.lifecycle.pins import pinned_steps
+from ckptkit.durable.lifecycle.leases import pinned_steps
 from ckptkit.durable.lifecycle.root_record import SHIELD_KEY
 from ckptkit.store import open_store
 from ckptkit.store.remote import forget_listings

@@ -16,7 +16,7 @@ import pytest
 
 import ckptkit
 from ckptkit import DurableProfile
-from ckptkit.durable.cells.unchanged_record import found_again
+from ckptkit.durable.cells.sharing import found_again
 from ckptkit.model import paths
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer

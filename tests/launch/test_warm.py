@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.launch import ExitCode, HangPolicy, Hooks, Launcher, RestartPolicy, WarmStart, Workers, import_watch
-from ckptkit.launch.specs import JobPlace, specs_of
+from ckptkit.launch.policy import JobPlace, specs_of
 from tests.cases import long_except
 from tests.launch.test_launcher import is_alive, wait_until
 

@@ -11,8 +11,7 @@ import pytest
 import ckptkit
 from ckptkit.manager import start_warnings as reporting
 from ckptkit.model.tiers import RAM, SSD
-from ckptkit.store.misplaced import root_problem, tier_problem
-from ckptkit.store.mounts import row_of
+from ckptkit.store.mounts import root_problem, row_of, tier_problem
 from tests.mount import MountedBucket, why_not
 from tests.mounts import Mounts
 

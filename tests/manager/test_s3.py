@@ -21,7 +21,7 @@ from ckptkit.conversion import convert, plan_convert
 from ckptkit.diagnosis import explain
 from ckptkit.formats import open_checkpoint
 from ckptkit.store import RemoteStore, Store, open_store, put_new
-from ckptkit.store.refused import refused
+from ckptkit.store.backends import refused
 from ckptkit.testing.store_contract import StoreContract
 from tests.formats.writers import by_numpy
 from tests.states import abstract, assert_same, make_state

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.util.distribution import NAME, install_command, refuse_foreign
+from ckptkit.util.package import NAME, install_command, refuse_foreign
 
 ROOT = Path(__file__).parents[2]
 FOREIGN_INSTALL = re.compile(r"""pip3? install(?: +[^\s`]+)*? +['"]?ckptkit(?![-\w.])""")

@@ -24,7 +24,7 @@ from ckptkit.slots import reader as slot_reader
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.reader import SlotReader, read_manifest, read_manifests, slot_directories
 from ckptkit.store import LocalStore
-from ckptkit.util.sizes import size_text
+from ckptkit.util.words import size_text
 from tests.mounts import Mounts
 from tests.slots.arenas import PAGE, commit, die, fill, prove, proven, save_of, write
 

@@ -11,7 +11,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import CONTAINER_SHM_BYTES, HostMemory, mount_room
 from ckptkit.util.pages import PAGE_BYTES as PAGE
-from ckptkit.util.sizes import size_text
+from ckptkit.util.words import size_text
 from tests.mounts import Mounts
 
 GIB = 1 << 30

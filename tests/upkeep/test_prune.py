@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from ckptkit.cli import main
 from ckptkit.cli.exits import Exit
-from ckptkit.durable.lifecycle.leases import DeletionNotice, Lease, announced_deletions
-from ckptkit.durable.lifecycle.pins import pinned_steps, put_pin
+from ckptkit.durable.lifecycle.leases import DeletionNotice, Lease, announced_deletions, pinned_steps, put_pin
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.model import paths
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptkit.util.rounding import rounded
+from ckptkit.conversion.casting import rounded
 
 SIGNED = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e3m4", "float6_e2m3fn", "float4_e2m1fn"]
 WIDE = [np.float64, np.longdouble]

@@ -18,7 +18,7 @@ from ckptkit.conversion.destination import (
     require_unchanged,
     target_url,
 )
-from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, works_of
+from ckptkit.conversion.item_writer import ItemWriter, Work, works_of
 from ckptkit.conversion.journal import data_prefix, fingerprint
 from ckptkit.conversion.passes import BytesProgress, counted
 from ckptkit.conversion.resharding.meshes import Mesh, Spec
@@ -27,7 +27,10 @@ from ckptkit.conversion.resharding.source import ReshardSource, SourceItem
 from ckptkit.conversion.roots import require_fitting
 from ckptkit.durable.cells.writer import can_hold, merge_processes, process_directory
 from ckptkit.durable.lifecycle.places import Place
+from ckptkit.durable.orbax.files import process_files, shardings_text
+from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.durable.sidecars import marker_text
+from ckptkit.durable.write_part import item_mark
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import MEMORY_BYTES
 from ckptkit.job.coordination import Coordinator, LocalCoordinator
@@ -35,7 +38,7 @@ from ckptkit.job.vote import act_together
 from ckptkit.model import paths
 from ckptkit.model.boxes import CELL_BYTES, Box
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.manifest import SaveId, Writer
+from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.model.paths import OCDBT_MANIFEST, SHARDINGS, TREE_METADATA
 from ckptkit.store.backends import properties_of
 
@@ -168,15 +171,18 @@ def _write_part(
         is_step = source.opened.facts.kind == "step"
         name = item.name if is_step else plan.target.rpartition("/")[2]  # of its directory
         small = source.small_of(coordinator.process, coordinator.count)
-        files = side_files(
-            name,
-            proven,
-            _identity(source, plan),
-            Writer(process=coordinator.process, count=coordinator.count, host=socket.gethostname()),
-            small if item.structure is None else {**small, name: item.structure},
-            provable=item.provable,
+        sidecar = Manifest(
+            save_id=_identity(source, plan),
+            writer=Writer(process=coordinator.process, count=coordinator.count, host=socket.gethostname()),
+            slot="",
+            arrays={name: tuple(proven)},
+            inline=small if item.structure is None else {**small, name: item.structure},
         )
-        target.put((f"{above}{file}", text.encode()) for file, text in files.items())
+        shards = [HostShards(record=record, blocks=[]) for record in proven if record.kind == "jax"]
+        files = process_files(shards, coordinator.process, sidecar.to_bytes() if item.provable else None)
+        if coordinator.process == 0 and (shardings := shardings_text(shards)) is not None:
+            files[SHARDINGS] = shardings.encode()
+        target.put((f"{above}{file}", data) for file, data in files.items())
 
 
 def _works(source: ReshardSource, plan: ReshardPlan, memory_bytes: int) -> list[tuple[str, Work]]:
@@ -212,17 +218,17 @@ def _finish(
         target.put([(f"{above}{TREE_METADATA}", text.encode())])
         target.put(_copies(item.place, above, _small_files(item.place)))
         if above:  # what Orbax leaves in each item that it has finished
-            target.put([(f"{above}{paths.COMMIT_MARK}", _words(f"{plan.target}/{item.name}").encode())])
+            target.put([item_mark(item.name, plan.target)])
     if source.opened.facts.kind == "item":
         unchanged()
-        target.commit(_words(plan.target))
+        target.commit(marker_text(plan.target))
         return
     for other in source.others:
         keys = [key.removeprefix(f"{other.name}/") for key in source.place.store.list_all(other.name)]
         target.put(_copies(other, f"{other.name}/", keys))
     target.put(_copies(source.place, "", _small_files(source.place)))
     unchanged()
-    target.commit(marker_text(plan.target, _identity(source, plan)) if provable else _words(plan.target))
+    target.commit(marker_text(plan.target, _identity(source, plan) if provable else None))
 
 
 def _identity(source: ReshardSource, plan: ReshardPlan) -> SaveId:
@@ -254,10 +260,6 @@ def _copies(place: Place, above: str, names: Iterable[str]) -> Iterator[tuple[st
         data = place.read(name)
         if data is not None:
             yield f"{above}{name}", data
-
-
-def _words(where: str) -> str:
-    return f"Checkpoint commit was successful to {where}"
 
 
 def _key(source: ReshardSource, item: SourceItem) -> str:

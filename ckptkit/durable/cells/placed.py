@@ -17,11 +17,9 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.blosc import HEAD_BYTES, copied_plain, may_be_encoded
-from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.cells.ocdbt import Placed, places
-from ckptkit.durable.cells.reader import Wanted
-from ckptkit.durable.cells.tensorstore_wait import awaited
+from ckptkit.durable.cells.reader import HEAD_BYTES, Wanted, copied_plain, may_be_encoded
+from ckptkit.durable.cells.tensorstore_wait import awaited, base_of
 from ckptkit.durable.cells.writer import cell_key, kvstore_context
 from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.model.boxes import Box, cells_of

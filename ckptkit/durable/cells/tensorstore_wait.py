@@ -1,4 +1,4 @@
-"""Waits for TensorStore with a deadline, and translates its errors.
+"""Access to storage through TensorStore: what it needs besides a URL, waits with a deadline, and its errors translated.
 
 A timed-out operation is not over: no API ends it. The memory it was reading may then be overwritten, and its writes may
 land at any time, so nothing may refer to them: see `writer.publish`.
@@ -6,23 +6,61 @@ land at any time, so nothing may refer to them: see `writer.publish`.
 
 from __future__ import annotations
 
+import errno
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, TransientStoreError
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.store import Store, open_store
-from ckptkit.store.backend import Needed
-from ckptkit.store.backends import properties_of
-from ckptkit.store.refused import is_refusal, refused
+from ckptkit.store.backends import BACKENDS, Needed, backend_of, is_refusal, properties_of, refused
 from ckptkit.util.clock import Deadline
 
+BUCKET_DRIVERS = sorted(
+    {each.driver for each in BACKENDS.values() if each.driver is not None and not each.properties.file_system}
+)
 UNREACHABLE = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
 _SMALL_TIMEOUT_S = 20.0  # of one request for a small object,
 _SMALL_TRIES = 3  # and for how many times that it is tried
 _LEAST_WAIT_S = 1e-3  # what has ended is taken also when no time is left
 
 _T = TypeVar("_T")
+_DAMAGED = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION", "Error decoding", "Truncated")
+_TRANSIENT_ERRNOS = (
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.EIO,  # of a network mount
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENETUNREACH,
+    errno.ENETRESET,
+    errno.EHOSTUNREACH,
+)
+
+
+def require_usable(directory: str) -> None:
+    """Raises `StoreError` for a path with a backslash: TensorStore takes it for a slash, and would write elsewhere."""
+    if "\\" in directory and backend_of(directory).properties.file_system:
+        raise StoreError(
+            f"{directory} has a backslash, which TensorStore takes for a slash: rename the directory", path=directory
+        )
+
+
+def base_of(directory: str) -> str | dict[str, Any]:
+    """The key-value store below a directory, a path or a bucket URL, which ends in `/`.
+
+    In parts, since a name may have what a URL gives a meaning (`%`, `#`, `?`, a space). Raises what the service's
+    client raises without credentials; ImportError without that client; `StoreError` as `require_usable` does.
+    """
+    require_usable(directory)
+    backend = backend_of(directory)
+    if backend.driver is None:
+        return f"{directory}/"
+    if backend.properties.file_system:
+        return {"driver": backend.driver, "path": f"{directory}/"}
+    bucket, _, path = directory.partition("://")[2].partition("/")
+    return {"driver": backend.driver, "bucket": bucket, "path": f"{path}/" if path else "", **backend.service()}
 
 
 def small_objects(url: str, profile: DurableProfile) -> Store:
@@ -97,3 +135,27 @@ def finished(future: Any, where: str, timeout_s: float) -> Any:
 def words_of(error: BaseException) -> str:
     """TensorStore's message of an error, without the spec that it appends."""
     return str(error).partition(" [tensorstore_spec=")[0].strip()
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error of stock Orbax in a restore means that the step is damaged, not that access was refused."""
+    if isinstance(error, FileNotFoundError | json.JSONDecodeError | KeyError):
+        return True
+    text = str(error)
+    return any(word in text for word in _DAMAGED) and not (
+        is_refusal(text) or any(word in text for word in UNREACHABLE)
+    )
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a failed write may succeed when it is tried again: the store did not answer, throttled or hung up."""
+    if isinstance(error, TransientStoreError | ConnectionError):
+        return True
+    if isinstance(error, CheckpointError):
+        return False
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _TRANSIENT_ERRNOS
+    status = getattr(error, "code", getattr(error, "status", None))
+    if isinstance(status, int):
+        return status in (408, 429) or 500 <= status < 600
+    return isinstance(error, TimeoutError) or any(word in str(error) for word in UNREACHABLE)

@@ -19,10 +19,9 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.kvstore import BUCKET_DRIVERS, base_of
 from ckptkit.durable.cells.pacing import Pace
 from ckptkit.durable.cells.pieces import INLINE_BYTES, Pieces
-from ckptkit.durable.cells.tensorstore_wait import awaited, small_objects
+from ckptkit.durable.cells.tensorstore_wait import BUCKET_DRIVERS, awaited, base_of, small_objects
 from ckptkit.durable.cells.unchanged import NODES, NOTHING_SHARED, FileGroup, PieceTree, SharingPlan, group_of
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import COMPRESSORS, Codec, DurableProfile

@@ -6,8 +6,8 @@ Small objects in the durable root. A reader keeps one per step that it uses, `{"
 the two sees the other: the step is kept, or the reader leaves it.
 
 A command that deletes steps, with or without a running job, announces it in an object of its own among the leases,
-which it renews as a reader does (`DeletionNotice`). A pin (`pins`) is there too: a lease without an end. So the one
-listing that a writer makes shows all of them.
+which it renews as a reader does (`DeletionNotice`). A pin (`put_pin`) is there too: a lease without an end. So the
+one listing that a writer makes shows all of them.
 
 No two clocks are compared. For the writer a lease is dead when its beat has not changed for `lease_s` of the writer's
 own time. For the reader it is lost `lease_s` after the start of its last successful renewal, which is earlier.
@@ -25,7 +25,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Self, final
 
-from ckptkit.errors import CheckpointError, StoreError
+from ckptkit.durable.lifecycle.root_record import shield_records
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.model import paths
 from ckptkit.store import Store, put_new
 from ckptkit.util import clock
@@ -283,3 +284,42 @@ def _read_lease(data: bytes) -> tuple[frozenset[int] | None, float]:
         return frozenset(map(int, steps)), min(lease_s, LEASE_S_MAX)
     except _UNREADABLE:
         return None, _LEASE_S
+
+
+def pinned_steps(store: Store) -> set[int]:
+    """The steps that are pinned in a durable root. Cost: a listing. Raises `StoreError`."""
+    steps = (paths.step_of_pin(name) for name in store.list(paths.LEASES_DIR))
+    return {step for step in steps if step is not None}
+
+
+def pin_reason(store: Store, step: int) -> str:
+    """The reason that was given for a pin; empty without one, or if the record is damaged (the pin still counts). Cost:
+    a small read."""
+    with suppress(FileNotFoundError, CorruptCheckpointError, ValueError, KeyError, TypeError, RecursionError):
+        return str(json.loads(store.get(f"{paths.LEASES_DIR}/{paths.pin_name(step)}"))["reason"])
+    return ""
+
+
+def put_pin(store: Store, step: int, reason: str = "") -> None:
+    """Pins a step: once this has returned, no pruning deletes it. Pinning it again changes the reason.
+
+    Cost: a put, a listing and a small read. Raises `StoreError`, and `CheckpointError` where the step is about to be
+    deleted: the pin came too late.
+    """
+    record: dict[str, Any] = {"step": step, "reason": reason, "at_s": round(clock.wall_s(), 3)}
+    holder = f"{socket.gethostname()}:{os.getpid()}"
+    key = f"{paths.LEASES_DIR}/{paths.pin_name(step)}"
+    known = store.stat(key) is not None
+    shield_records(store)
+    store.put(key, json.dumps({**record, "holder": holder}).encode())
+    if not known and step in announced_deletions(store):
+        store.delete(key)
+        raise CheckpointError(f"step {step} in {store.url} is being deleted; it cannot be pinned any more", step=step)
+
+
+def take_pin(store: Store, step: int) -> bool:
+    """Takes the pin of a step out; whether there was one. Raises `StoreError`."""
+    key = f"{paths.LEASES_DIR}/{paths.pin_name(step)}"
+    known = store.stat(key) is not None
+    store.delete(key)
+    return known

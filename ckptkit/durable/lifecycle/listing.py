@@ -14,7 +14,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, final
 
-from ckptkit.durable.lifecycle.certificates import certified_saves
 from ckptkit.durable.lifecycle.classify import (
     Content,
     NameFormat,
@@ -34,6 +33,7 @@ from ckptkit.durable.lifecycle.places import (
     readable,
     step_items,
 )
+from ckptkit.durable.lifecycle.root_record import certified_saves
 from ckptkit.durable.lifecycle.step_records import (
     items_missing,
     marked_above,

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NoReturn, final
+from typing import Any, final
+
+from typing_extensions import override
 
 from ckptkit.durable.lifecycle import classify
 from ckptkit.durable.lifecycle.classify import ItemKind as ItemKind
@@ -17,43 +19,31 @@ from ckptkit.durable.lifecycle.classify import json_name_in, kind_of_item
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, OutsideRootError, StepNotFoundError, StoreError
 from ckptkit.model import paths
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
-from ckptkit.store import Stat, Store, open_store
+from ckptkit.store import Store, open_store
 from ckptkit.store.backends import properties_of
-from ckptkit.store.base import Properties
+from ckptkit.store.base import StoreOperation, T, WrapperStore
 
 _REASON_CHARS = 200  # of a library's own words in a message
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 @final
-class ReadOnlyStore:
+class ReadOnlyStore(WrapperStore):
     """A store that is only looked at: every write is refused, and a read is of a regular file of bounded size.
 
-    A named pipe or a link to a device in a checkpoint would otherwise hang the reader or fill its memory.
+    A named pipe or a link to a device in a checkpoint would otherwise hang the reader or fill its memory: `get` raises
+    `CorruptCheckpointError` for such an object.
     """
 
-    def __init__(self, inner: Store):
-        self._inner = inner
+    @override
+    def _run(self, operation: StoreOperation, key: str, request: Callable[[], T]) -> T:
+        if operation in ("put", "delete"):
+            raise StoreError(f"{self.url} is opened for inspection only; nothing in it was changed")
+        if operation == "get":
+            self._require_plausible(key)
+        return request()
 
-    @property
-    def url(self) -> str:
-        """The wrapped store's."""
-        return self._inner.url
-
-    @property
-    def properties(self) -> Properties:
-        """The wrapped store's."""
-        return self._inner.properties
-
-    def _refused(self, *given: Any, **words: Any) -> NoReturn:
-        """A write."""
-        del given, words
-        raise StoreError(f"{self.url} is opened for inspection only; nothing in it was changed")
-
-    put = copy = delete = delete_many = delete_unchanged = _refused
-
-    def get(self, key: str) -> bytes:
-        """See `Store.get`; raises `CorruptCheckpointError` if it is not a plain object of a plausible size."""
+    def _require_plausible(self, key: str) -> None:
         where = f"{self.url}/{key}"
         if self.properties.file_system:
             require_regular(where)
@@ -62,23 +52,11 @@ class ReadOnlyStore:
             raise CorruptCheckpointError(
                 f"{where} has {found.size_bytes} bytes, and metadata has at most {MANIFEST_BYTES_MAX}", path=where
             )
-        return self._inner.get(key)
 
-    def stat(self, key: str) -> Stat | None:
-        """See `Store.stat`."""
-        return self._inner.stat(key)
-
+    @override
     def list(self, prefix: str) -> list[str]:
-        """See `Store.list`; names that cannot be a part of a key are left out."""
-        return [name for name in self._inner.list(prefix) if name.rstrip("/") not in ("", ".", "..")]
-
-    def list_all(self, prefix: str) -> list[str]:
-        """See `Store.list_all`."""
-        return self._inner.list_all(prefix)
-
-    def stat_all(self, prefix: str) -> dict[str, Stat]:
-        """See `Store.stat_all`."""
-        return self._inner.stat_all(prefix)
+        """Leaves out names that cannot be a part of a key."""
+        return [name for name in super().list(prefix) if name.rstrip("/") not in ("", ".", "..")]
 
 
 @final
@@ -111,6 +89,12 @@ class Place:
         if name not in self._below:
             self._below[name] = Place(self.store, self._key(name))
         return self._below[name]
+
+    def above(self, *, timeout_s: float) -> Place:
+        """The directory that it is in."""
+        if self._prefix:
+            return Place(self.store, self._prefix.rpartition("/")[0])
+        return Place.open(self.url.rpartition("/")[0], timeout_s=timeout_s)
 
     def again(self) -> Place:
         """The same directory, to be listed afresh."""

@@ -6,11 +6,15 @@ slots of the removed one are in directories of another name (`paths.job_name`).
 `shield_records` keeps stock Orbax from deleting `_ckptkit`, where this record, pins, epochs and leases are. Where a
 mark commits a step, Orbax takes every directory of a root without one for a save that was cut off, and
 `cleanup_tmp_directories=True` deletes it.
+
+Certificates show which saves of the root a replay came to: empty files, the name of each names one save. A save that
+replaces a certified one under the same step has another name, and is not certified by it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import final
 
@@ -83,3 +87,27 @@ def shield_records(store: Store, *, marked: bool = False) -> None:
 def _sealed(record: RootRecord) -> bytes:
     fields = asdict(record)
     return json.dumps({**fields, "digest": digest_of(json.dumps(fields).encode())}).encode()
+
+
+def certified_saves(store: Store) -> frozenset[SaveId]:
+    """The certified saves of a durable root. Cost: a listing. Raises `StoreError`."""
+    found = (paths.save_of_certificate(name) for name in store.list(paths.CERTIFIED_DIR))
+    return frozenset(SaveId(*named) for named in filter(None, found))
+
+
+def certify_saves(store: Store, saves: Collection[SaveId], *, held: Collection[SaveId]) -> None:
+    """Records that a replay came to `saves`; removes certificates of saves that are older than every save in `held`.
+
+    Cost: a put for each, a listing. Raises `StoreError`.
+    """
+    shield_records(store)
+    for save in saves:
+        store.put(_key(save), b"")
+    known = (*held, *saves)
+    for save in certified_saves(store) if known else ():
+        if save < min(known):
+            store.delete(_key(save))
+
+
+def _key(save: SaveId) -> str:
+    return f"{paths.CERTIFIED_DIR}/{paths.certificate_name(save.epoch, save.step, save.number, save.run)}"

@@ -20,10 +20,9 @@ from orbax.checkpoint._src.metadata import tree as orbax_tree
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PYTREE_METADATA_OPTIONS
 from orbax.checkpoint._src.tree import utils as tree_utils
 
-from ckptkit.durable.orbax.host_shards import HostShards
+from ckptkit.durable.orbax.host_shards import STRINGS_FILE, TEXT_TYPE, HostShards
 from ckptkit.durable.orbax.partial import names_in
 from ckptkit.durable.orbax.shardings import without_devices
-from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, TEXT_TYPE
 from ckptkit.model import paths
 
 _TYPES = {
@@ -102,7 +101,16 @@ def _typestr(value: Any) -> str:
     return empty_values.RESTORE_TYPE_NONE  # a named tuple without fields
 
 
-def array_metadatas_text(shards: Sequence[HostShards], *, has_sidecar: bool) -> str:
+def process_files(shards: Sequence[HostShards], process: int, sidecar: bytes | None = None) -> dict[str, bytes]:
+    """The files that each process of a save puts into an array item: the metadata of its arrays, and its sidecar."""
+    metadatas = _array_metadatas_text(shards, has_sidecar=sidecar is not None)
+    files = {f"{paths.ARRAY_METADATAS}/process_{process}": metadatas.encode()}
+    if sidecar is not None:
+        files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"] = sidecar
+    return files
+
+
+def _array_metadatas_text(shards: Sequence[HostShards], *, has_sidecar: bool) -> str:
     """`array_metadatas/process_<i>`: without it typed keys come back as plain integers. And the sign of sidecars."""
     # Leaf by leaf: the encoder holds thrice the text in pieces until it has all of it.
     entries = [

@@ -20,7 +20,7 @@ from orbax.checkpoint._src.path import deleter
 from orbax.checkpoint.checkpoint_manager import CheckpointManager as OrbaxManager  # `patch_orbax` replaces `ocp`'s
 
 from ckptkit.durable.lifecycle.listing import StepListing, committed_steps
-from ckptkit.durable.orbax.v1_args import carry_handlers
+from ckptkit.durable.orbax.v1 import carry_handlers
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import make_durable
 from ckptkit.store.remote import forget_listings
