@@ -81,8 +81,8 @@ class CkptKit:
 
         That it is obeyed is seen in the events: `StagedBy` compares.
         """
-        pipeline = self._manager._pipeline  # pyright: ignore[reportPrivateUsage]
-        pipeline._options = replace(pipeline._options, staging=staging)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+        first = self._manager._pipeline.flow._slots  # pyright: ignore[reportPrivateUsage]
+        first._options = replace(first._options, staging=staging)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
 
     def _hear(self, event: ckptkit.Event) -> None:
         heard_s = now_s()
