@@ -1,4 +1,20 @@
-"""The whole of a save: `SaveFlow.save`, from the decision that it is due to its last tier."""
+"""The whole of a save: `SaveFlow.save`, from the decision that it is due to its last tier.
+
+Who can refuse it: an error in the step loop's thread is raised by the call, and the pipeline vetoes the save in this
+process's name. In the later threads a process that cannot do its part votes with `save.refusal`. Each slower tier has
+a vote of its own, and a refusal there leaves the save out of that tier alone.
+
+After a kill there is, on this host and in the root:
+
+| while | fast tiers | durable root |
+|---|---|---|
+| the step loop waits for the copy | a slot without a manifest, which is free | nothing |
+| it is sealed and voted on | that, or a committed slot: a restart takes it if all processes have theirs | nothing |
+| slower tiers copy it | the save in the tiers that kept it | at most files without a marker: no step |
+
+The next save or start removes what has no manifest or marker. A step that Orbax writes itself is begun in the step
+loop's thread, and is in the root as Orbax leaves it.
+"""
 
 from __future__ import annotations
 
@@ -74,14 +90,13 @@ class SaveFlow:
         self._voting, self._outcomes, self._replicas = parts.voting, parts.outcomes, parts.replicas
 
     def save(self, save: Save) -> SaveProtocol:
-        """A save, in three threads one after the other. The result is False where it is not taken. Else it is True, or
-        `save.returned` is set, with a value or an error: the caller may donate its arrays from then on.
+        """A save, from the decision to its last tier; `Onto` ends it in one thread and continues it in another.
 
-        Every process takes the same saves, and all of them or none keep one in a tier. A kill leaves, before the vote,
-        at most a slot that not every process has, which no restart takes; after it, a save that every tier has that
-        kept it.
+        The caller (`SavePipeline.save`) gets False for a save that is not taken and True for one that Orbax alone
+        writes. Else it waits for `save.returned`, and the step loop may donate the arrays from then on. Every process
+        takes the same saves. A tier keeps a save on all processes or on none.
         """
-        # The step loop's thread. An error is raised there, and vetoes the save on the other processes.
+        # The step loop's thread. An error is raised by the call, and drops the save on the other processes.
         if not (yield from self._decide(save)):
             return False
         if not self._collect(save):
@@ -93,33 +108,30 @@ class SaveFlow:
             self._begin_by_orbax(save)
         if not save.due:
             return True
-
-        # The staging thread: Ctrl-C ends the caller's wait, and never a copy.
         save.is_handed_over = True
-        yield Onto(self._threads.stager)
+
+        yield Onto(self._threads.stager)  # while the caller waits: Ctrl-C ends its wait, and never a copy
         try:
             self._receive(save)
             yield from self._slots.take_slot(save, in_flight=self._threads.in_flight)
             yield from self._slots.stage(save)
             self._report_staged(save)
-        except Exception as error:  # noqa: BLE001  raised by the caller, and voted on
+        except Exception as error:  # noqa: BLE001  raised by the call, and voted on
             save.failure, save.refusal = error, Refusal(policy="veto", reason=describe(error))
-        self._hand_over(save)
+        self._hand_over(save)  # the call returns
 
-        # The writer thread. The step loop goes on.
-        yield Onto(self._threads.writer)
-        try:
+        yield Onto(self._threads.writer)  # while the step loop trains
+        try:  # seal: what fails in these three is not raised, it is this process's refusal in the vote
             yield from self._slots.identify_first(save)
-            yield from self._slots.finish_staging(save)
+            yield from self._slots.finish_staging(save)  # nothing of the caller's is read after this
             yield from self._slots.compare(save)
-            verdict = yield from self._voting.run(self._slots, save, refusal=save.refusal)
+            verdict = yield from self._voting.run(self._slots, save, refusal=save.refusal)  # copy, vote, keep or drop
             for tier in self._taken_by(save, verdict):
                 tier.begin(save)  # copy, vote, keep or drop, in the tier's own thread
         except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
             self._outcomes.failed(save.save_id, self._slots.name, error)
         finally:
-            self._slots.end(save)
-            self._threads.count(-(save.slot is not None))
+            self._end(save)
 
     # The step loop's thread.
 
@@ -187,10 +199,10 @@ class SaveFlow:
     def _wait_for_turn(self, save: Save) -> SaveProtocol:
         """Waits for the saves before one that is due in the durable tier.
 
-        Waits at most as long as for other processes. A save that is due in fast tiers alone does not wait. Nor does a
-        save that need not, if early saves are skipped or the durable tier fails. The last save of a run has until its
-        deadline. It waits for the writer, and a little for peers and disk. It queues behind a durable save, so that
-        the faster tiers do not wait.
+        Waits at most as long as for other processes. A save that is due in fast tiers alone does not wait. A save that
+        is not forced does not wait either, if early saves are skipped (`durable_busy`) or the durable tier fails.
+        The last save of a run waits for the writer, and for half of its time for peers and disk; it queues behind
+        a durable save, so that the faster tiers do not wait.
         """
         last = None if save.last is None else save.last.deadline
         patient = self._options.durable_busy == "wait" and not self._durable.failing
@@ -312,19 +324,24 @@ class SaveFlow:
             **({"tree_bytes": save.description.tree_bytes} if DURABLE in save.due else {}),
             **({"policy": "wait"} if save.was_busy else {}),
         )
+        self._maker.reserve(save.description.slot_bytes)  # the other slots: the next saves find them made
 
     def _hand_over(self, save: Save) -> None:
         """The step loop goes on, and so does the save."""
         self._threads.count(save.slot is not None)
         self._slots.hold(save)
-        save.hand_over()
-        if save.failure is not None:
+        save.forget_arrays()
+        if save.failure is None:
+            save.returned.set_result(None)
+        else:
             save.returned.set_exception(save.failure)
-            return
-        self._maker.reserve(save.description.slot_bytes)  # the other slots: the next saves find them made
-        save.returned.set_result(None)
 
     # The writer thread.
+
+    def _end(self, save: Save) -> None:
+        """The first tier is done with the save."""
+        self._slots.end(save)
+        self._threads.count(-(save.slot is not None))
 
     def _taken_by(self, save: Save, verdict: Verdict | None) -> list[SlowerTier]:
         """The slower tiers that take a save which the first one has kept: no process has refused it for them."""

@@ -134,7 +134,7 @@ class Save:
         if (slot := self.readers.pop(reader, None)) is not None:
             arena.release(slot)
 
-    def hand_over(self) -> None:
+    def forget_arrays(self) -> None:
         """Forgets the caller's arrays. A reference in the background would keep device memory in use."""
         self.arguments = None
         held = {} if self.slot is not None else {"inline": {}, "durable": {}}
