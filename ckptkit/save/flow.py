@@ -1,8 +1,8 @@
 """The whole of a save: `SaveFlow.save`, from the decision that it is due to its last tier.
 
-Who can refuse it: an error in the step loop's thread is raised by the call, and the pipeline vetoes the save in this
-process's name. In the later threads a process that cannot do its part votes with `save.refusal`. Each slower tier has
-a vote of its own, and a refusal there leaves the save out of that tier alone.
+An error in the step loop's thread is raised by the call, and the pipeline vetoes the save in this process's name. In
+the later threads a process that cannot do its part votes with `save.refusal`. Each slower tier has a vote of its own,
+and a refusal there leaves the save out of that tier alone.
 
 After a kill there is, on this host and in the root:
 
