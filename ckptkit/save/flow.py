@@ -6,11 +6,12 @@ and a refusal there leaves the save out of that tier alone.
 
 After a kill there is, on this host and in the root:
 
-| while | fast tiers | durable root |
+| killed in | fast tiers | durable root |
 |---|---|---|
-| the step loop waits for the copy | a slot without a manifest, which is free | nothing |
-| it is sealed and voted on | that, or a committed slot: a restart takes it if all processes have theirs | nothing |
-| slower tiers copy it | the save in the tiers that kept it | at most files without a marker: no step |
+| the lines before `take_slot` | nothing | nothing |
+| `stage`, `finish_staging` | a slot without a manifest, which is free | nothing |
+| `run` | that, or a committed slot: a restart takes it if all processes have theirs | nothing |
+| `begin`, and later | the save in the tiers that kept it | a step once it has its marker, before that none |
 
 The next save or start removes what has no manifest or marker. A step that Orbax writes itself is begun in the step
 loop's thread, and is in the root as Orbax leaves it.
@@ -90,7 +91,7 @@ class SaveFlow:
         self._voting, self._outcomes, self._replicas = parts.voting, parts.outcomes, parts.replicas
 
     def save(self, save: Save) -> SaveProtocol:
-        """A save, from the decision to its last tier; `Onto` ends it in one thread and continues it in another.
+        """A save, until its last tier has begun; `Onto` ends it in one thread and continues it in another.
 
         The caller (`SavePipeline.save`) gets False for a save that is not taken and True for one that Orbax alone
         writes. Else it waits for `save.returned`, and the step loop may donate the arrays from then on. Every process
@@ -121,9 +122,9 @@ class SaveFlow:
         self._hand_over(save)  # the call returns
 
         yield Onto(self._threads.writer)  # while the step loop trains
-        try:  # seal: what fails in these three is not raised, it is this process's refusal in the vote
+        try:  # seal: each of these three catches what fails in it, and the vote refuses the save
             yield from self._slots.identify_first(save)
-            yield from self._slots.finish_staging(save)  # nothing of the caller's is read after this
+            yield from self._slots.finish_staging(save)  # from our copy on the device, where that was made
             yield from self._slots.compare(save)
             verdict = yield from self._voting.run(self._slots, save, refusal=save.refusal)  # copy, vote, keep or drop
             for tier in self._taken_by(save, verdict):
