@@ -37,7 +37,7 @@ class Saver:
         self.events = components.job.events
         self.durable = components.storage.durable
         self.ledger = components.history.ledger
-        self._metadata_index = components.history.metadata_index
+        self.metadata_index = components.history.metadata_index
         self.pipeline = components.pipeline
         self._pinned = settings.saving.staging == PINNED
         self.said: set[str] = set()  # items reported as not held by fast tiers
@@ -57,7 +57,6 @@ class Saver:
         taken = self.pipeline.save(call, save)
         if taken:
             save.spans.ended("checkpointer_blocking", save.turn_s)
-            self._metadata_index.taken(save.step, save.metrics)
         return taken
 
     def prepare(self, args: Any) -> None:
@@ -139,6 +138,10 @@ class OrbaxArguments:
         save.by_orbax = DURABLE in save.due and foreign
         if DURABLE in save.due and not foreign:
             refuse_empty_arrays(save.description, held, self.args)
+
+    def taken(self) -> None:
+        """See `Arguments`."""
+        self._saver.metadata_index.taken(self.step, self._metrics)
 
     def begin_by_orbax(self, save_id: SaveId) -> None:
         """See `Arguments`."""

@@ -109,7 +109,7 @@ class SaveFlow:
             self._begin_by_orbax(save)
         if not save.due:
             return True
-        save.is_handed_over = True
+        save.is_voted = True
 
         yield Onto(self._threads.stager)  # while the caller waits: Ctrl-C ends its wait, and never a copy
         try:
@@ -117,7 +117,9 @@ class SaveFlow:
             yield from self._slots.take_slot(save, in_flight=self._threads.in_flight)
             yield from self._slots.stage(save)
             self._report_staged(save)
-        except Exception as error:  # noqa: BLE001  raised by the call, and voted on
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001  raised by the call, and voted on
             save.failure, save.refusal = error, Refusal(policy="veto", reason=describe(error))
         self._hand_over(save)  # the call returns
 
@@ -245,6 +247,8 @@ class SaveFlow:
         save.save_id, save.writer = self._branch.next_save(save.name, save.step), self._writer
         self._decider.taken(save.step, save.due, save.metrics)
         if not self._branch.is_overtaken(save.name):
+            assert save.arguments is not None
+            save.arguments.taken()
             return True
         self._decider.forget(save.step)
         yield from self.veto(save.name, CheckpointError(OVERTAKEN))
@@ -286,7 +290,7 @@ class SaveFlow:
 
         Waits for a copy that has begun.
         """
-        if not save.is_handed_over:
+        if not save.is_voted:
             return
         save.loan.withdraw()
         save.is_voted = not self._threads.stager.idle or save.loan.received  # a queued job is one or the other
@@ -306,7 +310,8 @@ class SaveFlow:
     def _report_staged(self, save: Save) -> None:
         """The step loop was held until now."""
         save.staged_s = clock.monotonic_s()
-        self._ledger.begin(save.save_id)
+        if not save.by_orbax:  # that step has begun, and Orbax may have committed it by now
+            self._ledger.begin(save.save_id)
         if save.slot is None:
             return
         computing_s = save.staging.computing_s

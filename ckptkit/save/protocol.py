@@ -130,8 +130,10 @@ def drive(protocol: SaveProtocol, coordinator: Coordinator) -> Any:
                     effect.worker.submit(lambda: protocol)
                     return None
                 result = perform(effect, coordinator)
-            except Exception as caught:  # noqa: BLE001  raised in the protocol, which handles it
-                error, is_here = caught, True
+            except Exception as caught:
+                if not is_here:  # by a signal's handler perhaps, and the other thread has it already
+                    raise
+                error = caught
     finally:
         if is_here:
             protocol.close()

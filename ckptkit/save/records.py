@@ -56,6 +56,10 @@ class Arguments(Protocol):
         `due` that cannot hold them. Raises the errors of values that cannot be saved."""
         ...
 
+    def taken(self) -> None:
+        """The save is taken."""
+        ...
+
     def begin_by_orbax(self, save_id: SaveId) -> None:
         """Has Orbax begin to write the durable step."""
         ...
@@ -98,9 +102,8 @@ class Save:
     save_id: SaveId = field(init=False)
     returned: Promise[None] = field(default_factory=Promise)  # the caller may donate its arrays
     loan: Loan = field(default_factory=lambda: Loan())
-    is_handed_over: bool = False  # to the threads
     spans: Spans = field(default_factory=Spans)  # for the entry of Orbax's logger
-    is_voted: bool = False  # the call raises, and the save is voted on all the same
+    is_voted: bool = False  # the threads have it: it is voted on, also where the call raises
 
     # Staged. `slot` is None where this process has no room for the save, or raised.
     refusal: Refusal | None = None
@@ -115,7 +118,7 @@ class Save:
     writer: Writer = field(init=False)
     identified: bool = False  # by process 0
     digests: Mapping[int, describe.Digests] | None = None
-    failure: Exception | None = None  # of the staging, or of the rest of the copy
+    failure: BaseException | None = None  # of the staging, or of the rest of the copy
     replicas_differ: dict[str, Any] | None = None  # where, as compared before the commit
 
     # In the slower tiers.

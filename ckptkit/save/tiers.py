@@ -104,7 +104,7 @@ class SlotTier(SaveTier):
         slot, trees = save.slot, save.items.trees
         if slot is None:
             return
-        self._pace.begin_urgent(save.save_id)
+        self._pace.begin_urgent(save.name)
         try:
             for tier in self.slower:
                 tier.begin_early(save)
@@ -128,7 +128,7 @@ class SlotTier(SaveTier):
 
     def hurry_no_more(self, save: Save) -> None:
         """The save has come through here, or will not."""
-        self._pace.end_urgent(save.save_id)
+        self._pace.end_urgent(save.name)
 
     def end(self, save: Save) -> None:
         """The save was passed on, or dropped."""

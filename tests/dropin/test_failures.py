@@ -15,6 +15,7 @@ from orbax.checkpoint._src.path import deleter
 
 import ckptkit
 from ckptkit.durable.commit import DiskAttempt
+from ckptkit.snapshot.staging import Stager
 
 args: Any = ocp.args
 
@@ -229,6 +230,26 @@ def test_steps_that_orbax_writes_are_deleted_by_us(tmp_path: Path, monkeypatch: 
         assert "ram" in next(record.tiers for record in manager.steps() if record.step == 2)
     with ocp.CheckpointManager(tmp_path / "durable") as stock:
         np.testing.assert_array_equal(stock.restore(2)["w"], np.arange(3) + 2)
+
+
+def test_step_that_orbax_commits_before_it_is_staged_is_in_both_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record would begin anew when the copy is made, and the step in the root would not be listed."""
+    events: list[ckptkit.Event] = []
+    begin = Stager.begin
+
+    def late(self: Stager, *words: Any) -> Any:
+        end_s = time.monotonic() + 30
+        while not any(each.kind == ckptkit.Kind.COMMITTED for each in events) and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return begin(self, *words)
+
+    monkeypatch.setattr(Stager, "begin", late)
+    with manager_of(tmp_path, events, tiers=True, path=BreakingPath) as manager:
+        assert manager.save(0, args=state(0))
+        manager.wait_until_finished()
+        assert [record.tiers for record in manager.steps()] == [("durable", "ram")]
 
 
 @pytest.mark.parametrize(("path", "error"), [(None, ckptkit.SaveFailedError), (BreakingPath, OSError)])

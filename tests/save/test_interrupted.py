@@ -19,9 +19,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.durable.orbax.reports import Spans
+from ckptkit.save.flow import SaveFlow
+from ckptkit.save.protocol import SaveProtocol
+from ckptkit.save.records import Loan
 from ckptkit.slots.reader import SlotReader, read_manifests
 from ckptkit.snapshot.items import as_it_is
 from ckptkit.snapshot.staging import Stager
+from ckptkit.util.notice import Promise
 
 CHANGED = -1
 PACKAGE = str(Path(ckptkit.__file__).parent)
@@ -123,6 +128,18 @@ def test_save_interrupted_at_any_line_is_committed_whole_or_dropped(
     assert committed(tmp_path)[step + 1] == {step + 1}
 
 
+def test_any_end_of_the_copy_ends_the_call(manager: ckptkit.CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step loop would wait without an end."""
+
+    def ended(*_: Any) -> Any:
+        raise Interrupted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manager._pipeline.flow._slots, "_begin_staging", ended)
+        assert save_and_change(manager, 1, 8)
+    assert not save_and_change(manager, 2, 8)
+
+
 def test_values_are_not_read_after_a_signal_has_ended_save(
     manager: ckptkit.CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +173,35 @@ def test_values_are_not_read_after_a_signal_has_ended_save(
         assert not save_and_change(again, 2, 1 << 10)
         again.wait_until_finished()
     assert committed(tmp_path) == {2: {2}}
+
+
+@pytest.mark.parametrize("where", ["the copy", "the end of the call"])
+def test_save_that_is_voted_on_is_not_vetoed(
+    manager: ckptkit.CheckpointManager, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The other processes would drop it, and this one would wait for their answers for `timeout_s`."""
+    vetoed = list[str]()
+
+    def veto(self: SaveFlow, name: str, error: BaseException) -> SaveProtocol:
+        del self, error
+        vetoed.append(name)
+        return
+        yield
+
+    def interrupted(*_: Any) -> Any:
+        raise Interrupted
+
+    monkeypatch.setattr(SaveFlow, "veto", veto)
+    with monkeypatch.context() as patched:
+        if where == "the copy":  # two signals: the second one while the caller waits for a copy that has begun
+            patched.setattr(Promise, "wait", interrupted)
+            patched.setattr(Loan, "withdraw", interrupted)
+        else:
+            patched.setattr(Spans, "ended", lambda self, name, _: name == "wait_for_prev" or interrupted())
+        assert save_and_change(manager, 1, 8)
+    manager.wait_until_finished()
+    assert vetoed == []
+    assert not save_and_change(manager, 2, 8)
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, lambda value: defaultdict(float, value)])

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ckptkit.job.coordination import LocalCoordinator
+from ckptkit.save.protocol import Onto, SaveProtocol, drive
 from ckptkit.save.threads import Worker
 
 LONG_S = 60.0  # only ever waited out by a test that fails
@@ -136,3 +138,25 @@ def test_a_finished_job_keeps_nothing_alive(worker: Worker) -> None:
     del held
     worker.drain()
     assert gone() is None
+
+
+def test_error_in_a_hand_over_leaves_the_protocol_to_the_other_thread() -> None:
+    """The exception of a signal's handler would be thrown into a save in the middle, or end it without a vote."""
+    queued, ran = list[Callable[[], SaveProtocol]](), list[str]()
+
+    def interrupted(job: Callable[[], SaveProtocol]) -> None:
+        queued.append(job)
+        raise TimeoutError
+
+    def protocol() -> SaveProtocol:
+        try:
+            yield Onto(SimpleNamespace(submit=interrupted))  # pyright: ignore[reportArgumentType]
+        except TimeoutError:
+            ran.append("error")
+        ran.append("after")
+
+    with pytest.raises(TimeoutError):
+        drive(protocol(), LocalCoordinator())
+    assert ran == []
+    drive(queued[0](), LocalCoordinator())
+    assert ran == ["after"]

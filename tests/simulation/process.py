@@ -62,6 +62,9 @@ class _Arguments:
         content = {"content": self._content}
         save.items, save.description = SaveItems(trees=content, inline={}, durable=content), _NOTHING
 
+    def taken(self) -> None:
+        """See `Arguments.taken`."""
+
     def begin_by_orbax(self, save_id: SaveId) -> None:
         """See `Arguments.begin_by_orbax`."""
 
@@ -176,7 +179,13 @@ class SimProcess:
         elif kind == "caught up":
             self.job.caught_up(self)
         elif kind == "settle":
-            yield Until(lambda: self.pipeline.threads.idle)
+            yield from self._settled()
+
+    def _settled(self) -> Any:
+        """No save is under way: durable writes wait for none."""
+        yield Until(lambda: self.pipeline.threads.idle)
+        if self.durable.urgent:
+            raise Violation(f"process {self.index}: durable writes still wait for {self.durable.urgent}")
 
     def _timed(self, name: str, steps: Any) -> Any:
         began_s = self.job.scheduler.now_s
@@ -338,7 +347,7 @@ class SimProcess:
     def _restored(self, name: str, step: int | None) -> Any:
         try:
             yield Do("user code", lambda: None)
-            yield Until(lambda: self.pipeline.threads.idle)
+            yield from self._settled()
         except GeneratorExit:  # the process was killed
             raise
         except BaseException as error:

@@ -218,7 +218,8 @@ class SimDurable:
         self._kept: list[int] = sorted(root.steps)
         self.shared: dict[str, int] = {}
         self.stock = SimpleNamespace(orbax=SimpleNamespace(reached_preemption=lambda step: False))
-        self.pace = SimpleNamespace(taken_bytes=0, begin_urgent=lambda save_id: None, end_urgent=lambda save_id: None)
+        self.urgent = set[str]()  # the saves that durable writes let pass
+        self.pace = SimpleNamespace(taken_bytes=0, begin_urgent=self.urgent.add, end_urgent=self.urgent.discard)
 
     def save(
         self,
