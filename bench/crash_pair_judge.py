@@ -17,11 +17,11 @@ import orbax.checkpoint as ocp
 
 import ckptkit
 from bench.crash_pair import make_values, open_manager, save_args
-from ckptkit.durable.read_step import DurableReader
+from ckptkit.durable.lifecycle import step_records
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.sidecars import split_sidecars
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
-from ckptkit.store import open_store
 
 CONTINUED_EVERY = 20  # distinct states that have a step: the run goes on from them, and stock Orbax reads them
 _CONTINUED = 9
@@ -83,11 +83,11 @@ class Restarts:
 def any_record_believed() -> AbstractContextManager[Any]:
     """Readers take the joined record of whatever save for that of the step."""
 
-    def believed(self: DurableReader, item: str, _: Manifest) -> dict[int, Manifest]:
-        texts = split_sidecars(open_store(self.url).get(f"{item}/{paths.JOINED_SIDECARS}"))
-        return {process: Manifest.from_bytes(text, path=item) for process, text in enumerate(texts)}
+    def believed(item: Place, _: Manifest, read: Callable[[str], bytes]) -> dict[int, Manifest]:
+        texts = split_sidecars(read(paths.JOINED_SIDECARS))
+        return {process: Manifest.from_bytes(text, path=item.name) for process, text in enumerate(texts)}
 
-    return mock.patch.object(DurableReader, "_joined", believed)
+    return mock.patch.object(step_records, "_joined", believed)
 
 
 def _listed(root: str) -> dict[int, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 import ckptkit
 from ckptkit.manager import RestoreHandle, restore, save
-from ckptkit.slots import arena
+from ckptkit.slots import files
 from tests.states import abstract, assert_same, make_state, restore_args, save_args
 
 
@@ -59,7 +59,7 @@ def test_slots_are_made_after_the_step_that_follows_a_restore(
     monkeypatch.setattr(save, "_RESTORE_FOLLOWS_S", 60.0)
     monkeypatch.setattr(restore, "_FIRST_STEP_S", 60.0 if ends == "a call of the loop" else 0.0)
     made: list[int] = []
-    monkeypatch.setattr(arena, "populate", lambda memory, between: made.append(memory.nbytes))
+    monkeypatch.setattr(files, "populate", lambda memory, between: made.append(memory.nbytes))
     tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), save=ckptkit.EverySteps(10), slots=3)]
     with ckptkit.CheckpointManager(tmp_path / "durable", tiers=tiers) as first:
         first.save(0, args=save_args(make_state(0), 0))

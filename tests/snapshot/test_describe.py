@@ -14,6 +14,7 @@ import pytest
 
 import ckptkit
 from ckptkit.model.manifest import ManifestText, SaveId, Writer
+from ckptkit.slots.arena import Arena
 from ckptkit.snapshot import describe, staging
 from ckptkit.snapshot.copying import abstract_slot_bytes
 from ckptkit.snapshot.describe import Describer, Description, describe_items
@@ -132,19 +133,25 @@ def test_local_replicas_are_every_copy_but_the_stored_one() -> None:
 
 
 def test_collector_pauses_in_a_save_that_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step loop would wait until the collector has looked through every object of the process."""
-    enabled, held_arrays = list[bool](), staging.held_arrays
+    """The step loop would wait until the collector has looked through every object of the process. While a save waits
+    for a slot, the collector runs: other threads may make garbage for minutes."""
+    copying, waiting, held_arrays, acquire = list[bool](), list[bool](), staging.held_arrays, Arena.acquire
 
     def noted(*args: Any) -> Any:
-        enabled.append(gc.isenabled())
+        copying.append(gc.isenabled())
         return held_arrays(*args)
 
+    def acquired(self: Arena, size_bytes: int, *, timeout_s: float = 0.0) -> Any:
+        waiting.append(gc.isenabled())
+        return acquire(self, size_bytes, timeout_s=timeout_s)
+
     monkeypatch.setattr(staging, "held_arrays", noted)
+    monkeypatch.setattr(Arena, "acquire", acquired)
     with ckptkit.CheckpointManager(tmp_path / "root", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]) as manager:
         manager.save(1, args=ocp.args.StandardSave(make_state(0)))
         manager.wait_until_finished()
         manager.save(2, args=ocp.args.StandardSave(make_state(0)), force=True)  # may wait for long
-        assert (enabled, gc.isenabled()) == ([False, True], True)
+        assert (copying, waiting, gc.isenabled()) == ([False, False], [True, True], True)
 
 
 def test_python_int_changes_between_int64_and_uint64(tmp_path: Path) -> None:
