@@ -111,10 +111,11 @@ Effect = Here | Onto
 SaveProtocol = Generator[Effect, Any, Any]
 
 
-def drive(protocol: SaveProtocol, coordinator: Coordinator) -> Any:
+def drive(protocol: SaveProtocol, coordinator: Coordinator, *, raised_within: type[BaseException] = Exception) -> Any:
     """Runs a protocol on this thread; returns or raises what it does, or None once it goes on in another thread.
 
-    An exception that arrives from outside (Ctrl-C) closes the protocol: its `finally` clauses run, and yield nothing.
+    Errors of an effect are raised in the protocol, as far as they are `raised_within`. Others, as that of Ctrl-C, come
+    from outside and close it: its `finally` clauses run, and yield nothing.
     """
     result, error, is_here = None, None, True
     try:
@@ -130,7 +131,7 @@ def drive(protocol: SaveProtocol, coordinator: Coordinator) -> Any:
                     effect.worker.submit(lambda: protocol)
                     return None
                 result = perform(effect, coordinator)
-            except Exception as caught:
+            except raised_within as caught:
                 if not is_here:  # by a signal's handler perhaps, and the other thread has it already
                     raise
                 error = caught

@@ -86,7 +86,7 @@ class Worker:
                 try:
                     protocol = self._jobs[0]()
                     if protocol is not None:
-                        drive(protocol, self._coordinator)
+                        drive(protocol, self._coordinator, raised_within=BaseException)  # no signal comes here
                     del protocol
                 except BaseException as error:  # noqa: BLE001  the top of a thread: kept, and raised by drain
                     self._keep(error)
