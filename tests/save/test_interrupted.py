@@ -218,6 +218,27 @@ def test_metrics_and_metadata_of_any_dict_are_those_at_the_save(tmp_path: Path, 
         assert manager.metadata(1).custom_metadata == {"inner": {"loss": 1.0, "list": [1]}}
 
 
+def test_metrics_of_a_save_that_is_committed_although_its_call_raised_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`best_step` would be an older step until the tiers are read again."""
+
+    def interrupted(self: Spans, name: str, start_s: float) -> None:
+        del self, start_s
+        if name == "checkpointer_blocking":
+            raise Interrupted
+
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    state = ocp.args.StandardSave({"w": np.zeros(8)})  # pyright: ignore[reportCallIssue]
+    with ckptkit.CheckpointManager(tmp_path / "root", options=options, host_id="host") as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(Spans, "ended", interrupted)
+            with pytest.raises(Interrupted):
+                manager.save(1, args=state, metrics={"loss": 1.0})
+        manager.wait_until_finished()
+        assert (manager.all_steps(), manager.best_step()) == ([1], 1)
+
+
 def test_own_containers_keep_their_types() -> None:
     given = {"a": OrderedDict(b=[1]), "c": defaultdict(list, d=(2, [3]))}
     own = as_it_is(given)
