@@ -40,7 +40,7 @@ class Saver:
         self.metadata_index = components.history.metadata_index
         self.pipeline = components.pipeline
         self._pinned = settings.saving.staging == PINNED
-        self.said: set[str] = set()  # items reported as not held by fast tiers
+        self.reported: set[str] = set()  # items reported as not held by fast tiers
         self.no_files: set[str] = set()  # items whose handlers write what is not made of files alone
 
     def take(self, call: Call, arguments: OrbaxArguments, *, start_s: float, last: LastTurn | None = None) -> bool:
@@ -172,8 +172,8 @@ class OrbaxArguments:
     def _report_durable_only(self, item: str) -> None:
         """An event for an item that slots cannot hold, once."""
         saver = self._saver
-        if saver.tiers and item not in saver.said:
-            saver.said.add(item)
+        if saver.tiers and item not in saver.reported:
+            saver.reported.add(item)
             reason = f"item {item!r} is of a kind that only Orbax's handlers hold: steps with it are durable-only"
             saver.events.emit(Kind.DEGRADED, step=self.step, tier=saver.tiers[0].name, reason=reason)
 

@@ -45,7 +45,7 @@ class Call:
     """One call of `save`, by the name of its barriers."""
 
     name: str
-    save: Save | None = None  # once it has an identity
+    save: Save | None = None  # once its arguments are read
 
 
 class SavePipeline:

@@ -107,6 +107,7 @@ class SaveThreads:
         self.writer = means.make_worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
         self._durable, self._under_way = durable, under_way
         self._fast: list[AnyWorker] = [tier.worker for tier in slower if tier is not durable]
+        self._workers: list[AnyWorker] = [self.stager, self.writer, *self._fast, durable.worker]  # as a save passes
         self._counting = threading.Lock()  # not taken by the step loop
         self.in_flight = 0  # slots of saves that are not yet committed, or dropped, by all
         self._closed = False
@@ -114,7 +115,7 @@ class SaveThreads:
     @property
     def idle(self) -> bool:
         """Whether no save is in flight."""
-        return all(worker.idle for worker in (self.stager, self.writer, *self._fast, self._durable.worker))
+        return all(worker.idle for worker in self._workers)
 
     def count(self, in_flight: int) -> None:
         """Counts slots on or off."""
@@ -124,7 +125,7 @@ class SaveThreads:
     def wait(self) -> None:
         """Waits until every save that was taken is in all the tiers it was due in, or has failed; raises what escaped a
         thread."""
-        for worker in (self.stager, self.writer, *self._fast, self._durable.worker):
+        for worker in self._workers:
             worker.drain()
         self._durable.wait_until_pruned()
 
@@ -172,8 +173,7 @@ class SaveThreads:
     def close(self, deadline: Deadline) -> bool:
         """Finishes what is under way and joins the threads; False where some still run at the deadline."""
         self._closed = True
-        workers = (self.stager, self.writer, *self._fast, self._durable.worker)
-        ended = [worker.close(deadline.left_s) for worker in workers]
+        ended = [worker.close(deadline.left_s) for worker in self._workers]
         return all(ended)
 
 
