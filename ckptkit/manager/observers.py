@@ -11,11 +11,12 @@ from jax import monitoring
 from ckptkit.durable.orbax.reports import OrbaxNames
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.model.tiers import DURABLE
-from ckptkit.save.health import FirstOfMany
+from ckptkit.util import clock
 from ckptkit.util.clock import time_text
 from ckptkit.util.words import size_text
 
 _log = logging.getLogger("ckptkit")
+_QUIET_S = 60.0  # between two log lines of one kind
 _LIKE_CHARS = 40  # of a reason: numbers come later
 _REASON_CHARS_MAX = 400  # the event has all of it
 _UNREPORTED = frozenset({Kind.CALLED, Kind.PHASE})  # often, and without a length
@@ -53,6 +54,26 @@ def _report_event(event: Event) -> None:
             monitoring.record_event_duration_secs(f"{name}/{field.removesuffix('_s')}_secs", float(value), **labels)
         elif field == "bytes":
             monitoring.record_scalar(f"{name}/bytes", value, **labels)
+
+
+@final
+class FirstOfMany:
+    """Admits the first of many events with one key, and then one in a while. It uses no lock, because a signal handler
+    may interrupt the thread that holds one. So several threads at once may each have an event admitted."""
+
+    def __init__(self, quiet_s: float = _QUIET_S):
+        self._quiet_s = quiet_s
+        self._last: dict[tuple[str, ...], tuple[float, int]] = {}  # when one was admitted, and how many were not since
+
+    def admit(self, key: tuple[str, ...]) -> int | None:
+        """None for one that is left out, else how many were left out before it."""
+        now_s = clock.monotonic_s()
+        at_s, left_out = self._last.get(key, (now_s - self._quiet_s, 0))
+        if now_s - at_s < self._quiet_s:
+            self._last[key] = (at_s, left_out + 1)
+            return None
+        self._last[key] = (now_s, 0)
+        return left_out
 
 
 @final

@@ -13,27 +13,6 @@ from ckptkit.util import clock
 _ANY = "any tier"
 _WITHOUT_VERDICT = 3  # further losses, if process 0 sends nothing
 _AGE_WITHOUT_VERDICT = 2.0  # times the limit, if process 0 sends nothing
-_QUIET_S = 60.0  # between two log lines of one kind
-
-
-@final
-class FirstOfMany:
-    """Admits the first of many events with one key, and then one in a while. It uses no lock, because a signal handler
-    may interrupt the thread that holds one. So several threads at once may each have an event admitted."""
-
-    def __init__(self, quiet_s: float = _QUIET_S):
-        self._quiet_s = quiet_s
-        self._last: dict[tuple[str, ...], tuple[float, int]] = {}  # when one was admitted, and how many were not since
-
-    def admit(self, key: tuple[str, ...]) -> int | None:
-        """None for one that is left out, else how many were left out before it."""
-        now_s = clock.monotonic_s()
-        at_s, left_out = self._last.get(key, (now_s - self._quiet_s, 0))
-        if now_s - at_s < self._quiet_s:
-            self._last[key] = (at_s, left_out + 1)
-            return None
-        self._last[key] = (now_s, 0)
-        return left_out
 
 
 @final

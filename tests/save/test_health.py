@@ -7,9 +7,10 @@ from itertools import count
 import pytest
 
 from ckptkit.errors import SaveFailedError
+from ckptkit.manager.observers import FirstOfMany
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import FailurePolicy
-from ckptkit.save.health import FirstOfMany, SaveHealth
+from ckptkit.save.health import SaveHealth
 
 
 @pytest.fixture
