@@ -48,12 +48,22 @@ class Catalog:
         read = Ancestry.from_json(told)
         if read.epoch > ledger.ancestry.epoch:  # another run has begun: this process only looks, or is fenced off
             ledger.ancestry = read
-        ledger.refill(take_stock(self._history.inventory, ledger.ancestry, self._coordinator).held)
-        self._history.metadata_index.refill(ledger.steps())
+        self._look()
         self._history.decider.refill(durable_infos(ledger, durable))
 
+    def _look(self, without: int | None = None) -> None:
+        """Lists what the tiers hold now; `without` is a step that may still be in the root while it is deleted."""
+        ledger = self._history.ledger
+        held = take_stock(self._history.inventory, ledger.ancestry, self._coordinator).held
+        ledger.refill({save: tiers for save, tiers in held.items() if save.step != without})
+        self._history.metadata_index.refill(ledger.steps())
+
     def delete(self, step: int, about: str) -> None:
-        """Deletes `step` from every tier, in the call `about`; raises `StepNotFoundError` for one that is in none."""
+        """Deletes `step` from every tier, in the call `about`; raises `StepNotFoundError` for one that is in none.
+
+        After the newest one the tiers are looked at as at a start: of the saves whose hosts were lost in part the
+        newest is a step only where no whole save is newer.
+        """
         storage, history = self._storage, self._history
         if step not in {*history.ledger.steps(), *(record.step for record in history.ledger.rejected())}:
             history.decider.forget(step)  # of a step that its own save has pruned: it is known to be deleted
@@ -61,8 +71,9 @@ class Catalog:
                 f"step {step} is in no tier of {storage.durable.url}; it cannot be deleted", step=step
             )
         saves = {record.save_id for record in history.ledger.every() if record.step == step and record.save_id.ours}
+        was_newest = step == history.ledger.latest_step()
+        self._coordinator.begin(about)
         if storage.arenas and saves:
-            self._coordinator.begin(about)
             self._coordinator.ask_process_0("deleted", lambda: history.inventory.epochs.delete(saves))
             ancestry = history.ledger.ancestry
             history.ledger.ancestry = replace(ancestry, deleted=ancestry.deleted | saves)
@@ -71,6 +82,8 @@ class Catalog:
             arena.forget_step(step)
         history.ledger.forget(step)
         history.decider.forget(step)
+        if storage.arenas and was_newest:
+            self._look(without=step)
 
     def forget_in_fast_tiers(self, step: int) -> None:
         """Leaves a step to the durable tier alone: what fast tiers hold of it is not what it is any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import ckptkit
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.save.ledger import Ledger
 from ckptkit.upkeep import plan_rollback, rollback
 
@@ -184,6 +185,27 @@ def test_step_that_was_deleted_is_saved_by_a_run_that_cannot_record_itself(
         manager.delete(10)
     shutil.rmtree(tmp_path / "ram")  # on another host
     assert unrecorded(10) == 10
+
+
+def test_after_the_newest_step_is_deleted_the_newest_is_what_a_restart_takes(tmp_path: Path) -> None:
+    """`latest_step` would be None, and a restart would restore a step that nobody could list or delete."""
+    with manager_of(tmp_path, every=1000) as manager:
+        for step in (9, 10, 11):
+            assert manager.save(step, args=args.StandardSave({"w": np.full(4, step)}))
+            manager.wait_until_finished()
+        assert manager.steps()[1].tiers == ("ram",)
+    (path,) = (tmp_path / "ram").rglob("step-*10-*.json")
+    manifest = Manifest.from_bytes(path.read_bytes(), path=str(path))
+    writer = replace(manifest.writer, count=2)  # the other process held all of it too, and its host is lost
+    path.write_bytes(replace(manifest, writer=writer).to_bytes())
+    with manager_of(tmp_path) as manager:
+        assert manager.all_steps() == [9, 11]
+        manager.delete(11)
+        assert (manager.latest_step(), manager.all_steps()) == (10, [9, 10])
+        manager.delete(9)
+        assert restored(manager) == 10
+    with manager_of(tmp_path) as manager:
+        assert (manager.latest_step(), restored(manager)) == (10, 10)
 
 
 def test_damaged_newest_step_is_listed_again_once_it_is_repaired(tmp_path: Path) -> None:

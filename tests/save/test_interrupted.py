@@ -143,14 +143,17 @@ def test_any_end_of_the_copy_ends_the_call(manager: ckptkit.CheckpointManager, m
 def test_values_are_not_read_after_a_signal_has_ended_save(
     manager: ckptkit.CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted
+    begin, handled, ended, torn = Stager.begin, threading.Event(), threading.Event(), list[bool]()
 
-    begin, ended, torn = Stager.begin, threading.Event(), list[bool]()
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not handled.is_set():
+            handled.set()
+            raise Interrupted
 
     def interrupted_copy(self: Stager, *args: Any) -> Any:
         if not ended.is_set():
-            os.kill(os.getpid(), signal.SIGUSR1)  # the caller waits for this copy
+            while not handled.wait(0.01):  # the caller waits for this copy; a signal just before it sleeps wakes nobody
+                os.kill(os.getpid(), signal.SIGUSR1)
             torn.append(ended.wait(0.5))  # and would change its leaf now
         return begin(self, *args)
 
