@@ -10,12 +10,11 @@ from ckptkit.durable.lifecycle.classify import content_of, is_committed, kind_of
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import EventLog
-from ckptkit.job.coordination import Coordinator, ScopedCoordinator, make_coordinator
-from ckptkit.job.vote import act_together
+from ckptkit.job.coordination import ScopedCoordinator, make_coordinator
+from ckptkit.job.vote import RejectedError, voted
 from ckptkit.model import paths
-from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE
-from ckptkit.restore.execute import LocalRead, Verified
+from ckptkit.restore.execute import LocalRead
 from ckptkit.restore.local_tiers import Holdings
 from ckptkit.restore.plan import Source
 from ckptkit.restore.prepare import Prepared, Preparer
@@ -83,22 +82,17 @@ class Loader:
         coordinator = self._joined()
         coordinator.begin(f"direct.{next(self._calls)}")
         parent, _, item = url.rpartition("/")
-        request = RestoreRequest(args={item: args}, default_item=None)
-
-        def plan() -> Prepared | None:
-            reader = DurableReader(parent, step=None, item=item)
-            manifests = tuple(reader.manifests(to_read=True))
-            if not manifests:
-                _refuse_unfinished(url)
-            return _prepared(Preparer(url, coordinator), reader, manifests, request) if manifests else None
-
         reading = LocalRead(None, EventLog())
-
-        def read() -> Verified | None:
-            return None if prepared is None else reading.read(prepared)
-
-        prepared = _together(coordinator, "plan", plan, url)
-        verified = _together(coordinator, "read", read, url)
+        prepared, verified = None, None
+        try:
+            with voted(coordinator, "plan"):
+                prepared = _planned(parent, item, Preparer(url, coordinator), args)
+            with voted(coordinator, "read"):
+                verified = None if prepared is None else reading.read(prepared)
+        except RejectedError as rejected:
+            raise CorruptCheckpointError(
+                f"{url} cannot be loaded: {rejected}. Restore it from a copy, or load another checkpoint", path=url
+            ) from None
         if prepared is None or verified is None:
             return Loaded(proven=False)
         if prepared.asked.orbax:
@@ -112,21 +106,17 @@ class Loader:
         return self._coordinator
 
 
-def _prepared(
-    preparer: Preparer, reader: DurableReader, manifests: tuple[Manifest, ...], request: RestoreRequest
-) -> Prepared:
+def _planned(parent: str, item: str, preparer: Preparer, args: Any) -> Prepared | None:
+    """How to load one tree; None where it was saved without digests."""
+    reader = DurableReader(parent, step=None, item=item)
+    manifests = tuple(reader.manifests(to_read=True))
+    if not manifests:
+        _refuse_unfinished(f"{parent}/{item}")
+        return None
     holdings = Holdings(
         sources=(Source(tier=DURABLE, manifests=manifests, remote=reader.round_trips),),
         readers=(reader.read,),
         expect=reader.expect,
     )
-    return preparer.prepare(manifests[0].save_id, holdings, preparer.asked(manifests, request))
-
-
-def _together(coordinator: Coordinator, channel: str, act: Any, url: str) -> Any:
-    rejection, done = act_together(coordinator, channel, act)
-    if rejection is not None:
-        raise CorruptCheckpointError(
-            f"{url} cannot be loaded: {rejection.text}. Restore it from a copy, or load another checkpoint", path=url
-        )
-    return done
+    asked = preparer.asked(manifests, RestoreRequest(args={item: args}, default_item=None))
+    return preparer.prepare(manifests[0].save_id, holdings, asked)

@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError, Reason, heard_from
 from ckptkit.job.coordination import Coordinator
 
-_T = TypeVar("_T")
 # Only what is known to be damaged or absent falls back to something older; unreachable is not absent.
 REJECTING = (CorruptCheckpointError, FileNotFoundError, ItemNotFoundError)
 _TOLD_MAX = 4  # reasons: thousands of processes reject the same damaged step, and each of them gets every reason
 _CHARS_MAX = 2000  # of a reason; who has it raises all of it
 
 
-def act_together(
+class RejectedError(Exception):
+    """A process rejects what all of them tried together: raised on every process, with the same reason."""
+
+    def __init__(self, reason: Reason):
+        super().__init__(reason.text)
+        self.reason = reason
+
+
+@contextmanager
+def voted(
     coordinator: Coordinator,
     channel: str,
-    act: Callable[[], _T],
     *,
     timeout_s: float | None = None,
     rejecting: tuple[type[Exception], ...] = REJECTING,
-) -> tuple[Reason | None, _T | None]:
-    """Does its part and votes. Returns the reason if any process rejects, else the result of `act`. An error outside
-    of `rejecting` on one process raises on all."""
+) -> Iterator[None]:
+    """A block of which all processes do their part, and vote at its end. It ends on all of them in the same way.
+
+    An error that a process raises in it is its vote. If it is one of `rejecting`, all processes raise `RejectedError`;
+    any other is raised itself, on the other processes one of its class that names the process.
+    """
     error: Exception | None = None
-    done = None
     try:
-        done = act()
-    except Exception as caught:  # noqa: BLE001  voted on: who does not vote leaves the others waiting
-        error = caught
-    is_fatal = error is not None and not isinstance(error, rejecting)
-    verdict = _vote(coordinator, channel, error, is_fatal, timeout_s)
-    if verdict["fatal"] is not None:
-        if error is not None and is_fatal:
-            raise error
-        raise heard_from(*verdict["fatal"])
-    return Reason.of_json(verdict["reject"]), done
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001  voted on: who does not vote leaves the others waiting
+            error = caught
+        is_fatal = error is not None and not isinstance(error, rejecting)
+        verdict = _vote(coordinator, channel, error, is_fatal, timeout_s)
+        if verdict["fatal"] is not None:
+            if error is not None and is_fatal:
+                raise error
+            raise heard_from(*verdict["fatal"])
+        if (reason := Reason.of_json(verdict["reject"])) is not None:
+            raise RejectedError(reason)
+    finally:
+        error = None  # its traceback holds this frame
 
 
 def _vote(

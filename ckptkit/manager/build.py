@@ -30,7 +30,7 @@ from ckptkit.model.manifest import Writer
 from ckptkit.model.tiers import DURABLE, Tier
 from ckptkit.peers import PeerLink
 from ckptkit.restore.candidates import Inventory
-from ckptkit.restore.restorer import Restorer
+from ckptkit.restore.flow import RestoreFlow
 from ckptkit.save.decider import Decider
 from ckptkit.save.ledger import Branch, Ledger
 from ckptkit.save.pipeline import SavePipeline
@@ -71,7 +71,7 @@ class Components:
     job: Job
     storage: Storage
     history: History
-    restorer: Restorer
+    restore_flow: RestoreFlow
     pipeline: SavePipeline
     retention: Retention
 
@@ -127,7 +127,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
             client=link.client if link is not None else None,
             rank=job_hosts.rank if link is not None else (0, 1),
         )
-        restorer = Restorer(inventory, job, settings.processes.broadcast)
+        restore_flow = RestoreFlow(inventory, job, settings.processes.broadcast)
         stock = take_stock(inventory, ledger.ancestry, coordinator)
         if coordinator.process == 0:
             warn_of_slots_alone(stock.held, durable.url, host_dirs, settings)
@@ -164,7 +164,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
             metadata_index=metadata_index,
             decider=pipeline.decider,
         ),
-        restorer=restorer,
+        restore_flow=restore_flow,
         pipeline=pipeline,
         retention=retention,
     )

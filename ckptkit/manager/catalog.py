@@ -15,8 +15,8 @@ from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.metadata import durable_infos
 from ckptkit.manager.restore import Resumer
 from ckptkit.manager.stock import take_stock
+from ckptkit.restore.records import Restore, Restored
 from ckptkit.restore.request import Choose, RestoreRequest
-from ckptkit.restore.restorer import Restored
 
 _TIMEOUT_S = 60.0  # for the small reads of one step
 
@@ -35,7 +35,7 @@ class Catalog:
 
     def __init__(self, components: Components, resumer: Resumer, calls: CollectiveCalls):
         self._storage, self._history = components.storage, components.history
-        self._restorer, self._pipeline, self._resumer = components.restorer, components.pipeline, resumer
+        self._flow, self._pipeline, self._resumer = components.restore_flow, components.pipeline, resumer
         self._coordinator = ScopedCoordinator(components.job.coordinator)
         self._calls = calls
 
@@ -138,4 +138,5 @@ class Catalog:
         """
         with self._calls.entered("restore") as about:
             self._resumer.refuse_while_pending("restore_chosen")
-        return self._restorer.restore(step, RestoreRequest(args=None, default_item=None, choose=choose), about)
+        wanted = RestoreRequest(args=None, default_item=None, choose=choose)
+        return self._flow.restore(Restore(step=step, wanted=wanted, about=about))

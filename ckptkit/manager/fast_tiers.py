@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.durable.lifecycle.root_record import RootRecord
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Coordinator, Job, gather
-from ckptkit.job.vote import act_together
+from ckptkit.job.vote import voted
 from ckptkit.manager.settings import Settings
 from ckptkit.model.policies import PeerOptions
 from ckptkit.model.tiers import MEMORY, PEER, RAM, SSD, Tier, kept_beside
@@ -82,31 +82,29 @@ def open_arenas(
     tiers, (place, _) = job_hosts.tiers, job_hosts.rank
     arenas: dict[str, Arena] = {}
 
-    def open_all() -> None:
-        for tier in tiers:
-            if tier.medium == PEER:
-                for number in range(len(job_hosts.kept_for)):
-                    arenas[_peer_arena_name(number)] = Arena.open(
-                        host_dirs[RAM],
-                        f"{_peer_arena_name(place)}-{number}",
-                        slots=tier.slots_for(_UNKNOWN_BYTES, in_flight_max),
-                        synced=False,
-                        memory=memory,
-                        processes=coordinator.count,
-                    )
-                continue
-            arenas[tier.name] = Arena.open(
-                host_dirs[tier.name],
-                place,
-                slots=tier.slots_for(_UNKNOWN_BYTES, in_flight_max, beside=kept_beside(tier, tiers)),
-                synced=tier.medium == SSD,
-                memory=memory if tier.medium == RAM else None,
-                keeps_found=tier.keep is not None,
-                processes=coordinator.count,
-            )
-
     try:
-        act_together(coordinator, "arenas", open_all, rejecting=())
+        with voted(coordinator, "arenas", rejecting=()):
+            for tier in tiers:
+                if tier.medium == PEER:
+                    for number in range(len(job_hosts.kept_for)):
+                        arenas[_peer_arena_name(number)] = Arena.open(
+                            host_dirs[RAM],
+                            f"{_peer_arena_name(place)}-{number}",
+                            slots=tier.slots_for(_UNKNOWN_BYTES, in_flight_max),
+                            synced=False,
+                            memory=memory,
+                            processes=coordinator.count,
+                        )
+                    continue
+                arenas[tier.name] = Arena.open(
+                    host_dirs[tier.name],
+                    place,
+                    slots=tier.slots_for(_UNKNOWN_BYTES, in_flight_max, beside=kept_beside(tier, tiers)),
+                    synced=tier.medium == SSD,
+                    memory=memory if tier.medium == RAM else None,
+                    keeps_found=tier.keep is not None,
+                    processes=coordinator.count,
+                )
     except BaseException:
         for arena in arenas.values():
             arena.close()

@@ -29,8 +29,9 @@ from ckptkit.manager.settings import Settings
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.candidates import Inventory
+from ckptkit.restore.flow import RestoreFlow
+from ckptkit.restore.records import Rejection, Restore, Restored
 from ckptkit.restore.request import RestoreRequest, request_of
-from ckptkit.restore.restorer import Rejection, Restored, Restorer
 from ckptkit.store import open_store
 from ckptkit.util import heartbeat
 from ckptkit.util.words import command_line, on_each_host
@@ -51,7 +52,7 @@ class Resumer:
         self._account = account
         self._components = components
         self._logger = logger
-        self._restorer = components.restorer  # of the last restore
+        self._flow = components.restore_flow  # of the last restore
         self._pending: RestoreHandle | None = None  # a restore whose result() has not returned yet
         self._spans = Spans()  # of the last restore
 
@@ -93,11 +94,11 @@ class Resumer:
             durable.stock.adopt_handlers(self._components.storage.durable.stock)
             job = self._components.job
             inventory = Inventory({}, durable, epoch_records(durable.url, job.events), job.events)
-            self._restorer = restorer = Restorer(inventory, job, self._settings.processes.broadcast)
+            self._flow = flow = RestoreFlow(inventory, job, self._settings.processes.broadcast)
             with self._spans.measured("checkpointer"):
-                restored = restorer.restore(step, wanted, about)
+                restored = flow.restore(Restore(step=step, wanted=wanted, about=about))
         self._components.history.branch.continue_from_elsewhere()
-        return self._given(restored, restorer.rejected, start_s, url)
+        return self._given(restored, restored.rejected, start_s, url)
 
     def restore_certified(self, calls: CollectiveCalls, restore: Callable[[int], Any]) -> Any:
         """The result of `restore` for the newest step that a replay came to, as process 0 knows them; a damaged one is
@@ -156,7 +157,7 @@ class Resumer:
 
     def waiting_text(self) -> str:
         """The event that the restore under way waits for, as text."""
-        return self._restorer.waiting_text()
+        return self._flow.waiting_text()
 
     def refuse_while_pending(self, what: str) -> None:
         """Raises `CheckpointError` before `result()` of a restore in the background."""
@@ -178,19 +179,20 @@ class Resumer:
     def _restored(
         self, step: int | None, wanted: RestoreRequest, about: str, caller: CallerThread | None = None
     ) -> Restored:
-        """The result of the restorer. A damaged `step` raises a `CorruptCheckpointError` that names the other steps."""
-        self._restorer = restorer = self._components.restorer
+        """The result of the flow. A damaged `step` raises a `CorruptCheckpointError` that names the other steps."""
+        self._flow = flow = self._components.restore_flow
         ledger = self._components.history.ledger
+        under_way = Restore(step=step, wanted=wanted, about=about, caller=caller)
         try:
             with self._spans.measured("checkpointer"):
-                return restorer.restore(step, wanted, about, caller=caller)
+                return flow.restore(under_way)
         except NoRestorableStepError as error:
-            if step is None or not any(each.is_damage for each in restorer.rejected):
+            if step is None or not any(each.is_damage for each in under_way.rejected):
                 raise
             others = [each for each in ledger.steps() if each != step]
-            raise _damaged(step, restorer.rejected, others, error.path or "") from None
+            raise _damaged(step, under_way.rejected, others, error.path or "") from None
         finally:
-            ledger.reject(each.save_id for each in restorer.rejected if each.is_damage)
+            ledger.reject(each.save_id for each in under_way.rejected if each.is_damage)
 
     def _take_over(self, restored: Restored, start_s: float) -> Any:
         """The run continues from what was restored."""
@@ -204,13 +206,13 @@ class Resumer:
             history.decider.continue_from(restored.save_id.step)
             self._components.retention.restored(restored.save_id)
             pipeline.slots.reserve(restored.slot_bytes)
-        for each in self._restorer.rejected:
+        for each in restored.rejected:
             if each.is_incomplete and self._components.job.coordinator.process == 0:
                 _log.info(
                     "restore: step %d was %s. The run continues from step %d",
                     *(each.save_id.step, each.reason.text, restored.save_id.step),
                 )
-        rejected = [each for each in self._restorer.rejected if not each.is_incomplete]
+        rejected = [each for each in restored.rejected if not each.is_incomplete]
         repair = on_each_host(history.inventory.repair_command)
         if rejected and self._settings.options.read_only:
             _log.warning(
@@ -226,7 +228,7 @@ class Resumer:
                 if any(each.is_damage for each in rejected)
                 else "",
             )
-        self._warn_of_newer(restored.save_id.step)
+        self._warn_of_newer(restored)
         if DURABLE in restored.damaged:
             _log.warning(
                 "restore: step %d is damaged in the durable tier, and other copies replaced what is damaged. Repair it "
@@ -251,11 +253,11 @@ class Resumer:
                 *(base.step, " and ".join(tiers), f"step {durable[-1].step}" if durable else "no step", base.step),
             )
 
-    def _warn_of_newer(self, step: int) -> None:
+    def _warn_of_newer(self, restored: Restored) -> None:
         """The newer steps that the next save abandons though nothing is wrong with them: the caller chose `step`."""
         if self._settings.options.read_only or self._components.job.coordinator.process > 0:
             return
-        rejected = {each.save_id for each in self._restorer.rejected}
+        step, rejected = restored.save_id.step, {each.save_id for each in restored.rejected}
         newer = [each.step for each in self._components.history.ledger.passed_over() if each.save_id not in rejected]
         if newer:
             _log.warning(

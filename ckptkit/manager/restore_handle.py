@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from ckptkit.restore.caller_thread import CallerThread
-from ckptkit.restore.restorer import Restored
+from ckptkit.restore.records import Restored
 
 
 @final

@@ -7,6 +7,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ckptkit"
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
@@ -68,14 +70,16 @@ def test_files_named_on_the_page_exist() -> None:
         assert (PACKAGE / path).exists() or (ROOT / path).exists(), path
 
 
-def test_steps_of_a_save_are_those_of_the_code() -> None:
-    """A reader who follows the page through `SaveFlow.save` would lose the thread."""
-    tree = ast.parse((PACKAGE / "save" / "flow.py").read_text())
-    (flow,) = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == "save"]
+@pytest.mark.parametrize("what", ["save", "restore"])
+def test_steps_on_the_page_are_those_of_the_code(what: str) -> None:
+    """A reader who follows the page through `SaveFlow.save` or `RestoreFlow.restore` would lose the thread."""
+    tree = ast.parse((PACKAGE / what / "flow.py").read_text())
+    (flow,) = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == what]
     calls = [each.func for each in ast.walk(flow) if isinstance(each, ast.Call)]
     called = sorted((each.lineno, each.attr) for each in calls if isinstance(each, ast.Attribute))
-    steps = re.findall(r"^\d+\. \*\*.*(?:\n   .*)*", PAGE.split("## A save\n")[1].split("\n## ")[0], re.MULTILINE)
-    functions = {name for _, name in called} - {"failed", "count"}  # a report, and a number
+    section = PAGE.split(f"## A {what}\n")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d+\. \*\*.*(?:\n   .*)*", section, re.MULTILINE)
+    functions = {name for _, name in called} - {"failed", "count", "pop"}  # a report, a number, and a field
     named = [name for step in steps for name in re.findall(r"`(\w+)`", step) if name in functions]
     assert len(steps) > 8
     assert named == [name for _, name in called if name in functions]

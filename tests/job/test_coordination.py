@@ -17,7 +17,7 @@ from ckptkit.errors import (
 )
 from ckptkit.job import coordination, meeting
 from ckptkit.job.coordination import JaxCoordinator, LocalCoordinator, ScopedCoordinator, gather, make_coordinator
-from ckptkit.job.vote import act_together
+from ckptkit.job.vote import voted
 from tests.job.fake_service import FakeJob, FakeService
 
 MOVED = (
@@ -150,8 +150,11 @@ def test_call_without_timeout_uses_that_of_its_coordinator(job: FakeJob) -> None
             coordinator.agree(f"commit-{number}", 1, sum)
         with pytest.raises(CoordinationError, match="process 0 did not answer within 2 s"):
             coordinator.agree(f"other-{number}", 1, sum, timeout_s=2)
-        with pytest.raises(CoordinationError, match="process 0 did not answer within 7 s"):
-            act_together(coordinator, f"vote-{number}", lambda: 1)
+        with (
+            pytest.raises(CoordinationError, match="process 0 did not answer within 7 s"),
+            voted(coordinator, f"vote-{number}"),
+        ):
+            pass
 
 
 def test_many_missing_processes_fit_one_line() -> None:

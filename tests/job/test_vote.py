@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.job.coordination import Decide
-from ckptkit.job.vote import REJECTING, act_together
+from ckptkit.job.vote import REJECTING, RejectedError, voted
 
 COUNT = 10_000
 
@@ -40,22 +40,15 @@ class Alike:
         raise AssertionError((channel, decide, timeout_s, about))
 
 
-def refuse(error: Exception) -> Any:
-    def act() -> None:
-        raise error
-
-    return act
-
-
 def test_rejections_of_ten_thousand_processes_are_summarised() -> None:
     """Each of them would receive all reports: of a damaged step 100 million reasons, through one process."""
     job: Any = Alike()
     error = CorruptCheckpointError("leaf params.h0.w is damaged; " * 1000)
-    rejection, done = act_together(job, "restore", refuse(error), timeout_s=5)
-    assert done is None
-    assert rejection is not None
-    assert rejection.text.startswith("process 0: CorruptCheckpointError: leaf params.h0.w is damaged; ")
-    assert rejection.text.endswith("; and 9996 more processes")
+    with pytest.raises(RejectedError) as rejected, voted(job, "restore", timeout_s=5):
+        raise error
+    text = rejected.value.reason.text
+    assert text.startswith("process 0: CorruptCheckpointError: leaf params.h0.w is damaged; ")
+    assert text.endswith("; and 9996 more processes")
     assert len(job.said) < 4096
     assert len(job.heard) < 16384
 
@@ -64,8 +57,9 @@ def test_fatal_error_is_raised_in_full() -> None:
     """The list of differences between two models would be cut off where it is read."""
     error = PeerUnreachableError("x" * 100_000)
     job: Any = Alike()
-    with pytest.raises(PeerUnreachableError) as raised:
-        act_together(job, "restore", refuse(error), timeout_s=5)
+    with pytest.raises(PeerUnreachableError) as raised, voted(job, "restore", timeout_s=5):
+        raise error
     assert raised.value is error
     assert len(job.said) < 4096
-    assert act_together(job, "x", refuse(error), timeout_s=5, rejecting=(*REJECTING, PeerUnreachableError))[0]
+    with pytest.raises(RejectedError), voted(job, "x", timeout_s=5, rejecting=(*REJECTING, PeerUnreachableError)):
+        raise error

@@ -19,7 +19,7 @@ import pytest
 import ckptkit
 from ckptkit.errors import CorruptCheckpointError, Reason, UnsuitedSaveError
 from ckptkit.model.manifest import SaveId, Writer
-from ckptkit.restore.restorer import Rejection
+from ckptkit.restore.records import Rejection
 from ckptkit.resume import ElasticBatches
 from ckptkit.slots.reader import read_manifest
 from tests.states import abstract, assert_same, make_state

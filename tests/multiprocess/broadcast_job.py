@@ -201,17 +201,17 @@ class Job:
 
     def chosen_by_size(self) -> None:
         """`auto`: from a directory, and from what it takes for a bucket, below the threshold and above it."""
-        from ckptkit.restore import restorer
+        from ckptkit.restore import flow
         from ckptkit.restore.broadcast import offer
 
-        properties_of, least_bytes = restorer.properties_of, offer.SHARED_BYTES_MIN
+        properties_of, least_bytes = flow.properties_of, offer.SHARED_BYTES_MIN
         self.restore("directory", "plain", plain(2), "auto")
-        restorer.properties_of = lambda url: replace(properties_of(url), round_trips=True)
+        flow.properties_of = lambda url: replace(properties_of(url), round_trips=True)
         self.restore("small", "plain", plain(2), "auto")
         offer.SHARED_BYTES_MIN = LARGE_BYTES // 2
         self.restore("enough", "plain", plain(2), "auto")
         self.restore("late", "plain", plain(2), "auto", later=once_done)
-        restorer.properties_of, offer.SHARED_BYTES_MIN = properties_of, least_bytes
+        flow.properties_of, offer.SHARED_BYTES_MIN = properties_of, least_bytes
 
     def in_the_background(self) -> None:
         """The step has collectives of its own meanwhile, and one process asks for the result after the others."""

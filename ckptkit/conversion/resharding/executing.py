@@ -34,7 +34,7 @@ from ckptkit.durable.write_part import item_mark
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import MEMORY_BYTES
 from ckptkit.job.coordination import Coordinator, LocalCoordinator
-from ckptkit.job.vote import act_together
+from ckptkit.job.vote import voted
 from ckptkit.model import paths
 from ckptkit.model.boxes import CELL_BYTES, Box
 from ckptkit.model.durable_profile import DurableProfile
@@ -121,8 +121,8 @@ def reshard(
         target.journal.work = coordinator.agree("reshard-begun", known_by, start)
         with target.kept(after_damage=coordinator.count > 1 or properties_of(plan.source).round_trips):
             unchanged = partial(require_unchanged, known_by, now, plan.source)
-            part = partial(_write_part, source, plan, target, memory_bytes, coordinator, progress)
-            act_together(coordinator, "reshard-written", part, rejecting=())
+            with voted(coordinator, "reshard-written", rejecting=()):
+                _write_part(source, plan, target, memory_bytes, coordinator, progress)
             finish = partial(_finish, source, plan, target, coordinator.count, unchanged)
             coordinator.agree("reshard-finished", None, lambda _: finish())
 

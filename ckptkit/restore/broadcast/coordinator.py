@@ -17,7 +17,7 @@ import numpy as np
 from ckptkit.errors import PeerUnreachableError
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
-from ckptkit.job.vote import REJECTING, act_together
+from ckptkit.job.vote import REJECTING, RejectedError, voted
 from ckptkit.model.policies import BroadcastOptions
 from ckptkit.restore.assembly import Assembly
 from ckptkit.restore.broadcast.collective import AllGather, links_of
@@ -154,24 +154,20 @@ class Broadcaster:
         state: _State,
     ) -> None:
         gather: AllGather | None = None
+        sent: jax.Array | None = None
         windows = [np.zeros(width, np.uint8) for _ in range(2)]
 
-        def ready(number: int) -> jax.Array | None:
-            if state.shared.failure is not None:
-                raise state.shared.failure
-            window = windows[number % 2]
-            reader.fill(number, window)
-            return gather.put(window) if gather is not None else None
-
         for number in range(sending.rounds):
-            rejection, sent = act_together(
-                self._coordinator,
-                "broadcast-read",
-                lambda at=number: ready(at),
-                rejecting=(*REJECTING, PeerUnreachableError),  # a process that reads alone can use more sources
-            )
-            if rejection is not None:
-                state.choice = BroadcastChoice(broadcast=False, why=f"gave way to reading alone: {rejection.text}")
+            # A process that reads alone can use more sources.
+            rejecting = (*REJECTING, PeerUnreachableError)
+            try:
+                with voted(self._coordinator, "broadcast-read", rejecting=rejecting):
+                    if state.shared.failure is not None:
+                        raise state.shared.failure
+                    reader.fill(number, windows[number % 2])
+                    sent = gather.put(windows[number % 2]) if gather is not None else None
+            except RejectedError as rejected:
+                state.choice = BroadcastChoice(broadcast=False, why=f"gave way to reading alone: {rejected}")
                 return
             if gather is None:
                 if not self._all_here(state):
