@@ -126,10 +126,15 @@ class Book:
         they may have replaced older ones that are."""
         self.roots[place] = root
         for newer in self.saves.values():
-            tiers = [tier for tier, found in newer.fast.items() if MAYBE in found]
-            for older in self.saves.values():
-                if older.place == newer.place == place and older.value < newer.value:
-                    self._weaken(older, tiers, newer.hosts)
+            if newer.place == place:
+                self._may_have_replaced(newer)
+
+    def _may_have_replaced(self, newer: Save) -> None:
+        """The older saves are perhaps gone from the tiers that perhaps have this one."""
+        tiers = [tier for tier, found in newer.fast.items() if MAYBE in found]
+        for older in self.saves.values():
+            if older.place == newer.place and older.value < newer.value:
+                self._weaken(older, tiers, newer.hosts)
 
     # Acts of a run.
 
@@ -210,6 +215,7 @@ class Book:
             run.root.deleted[save.value] = YES if certain else MAYBE
             durable[save.value] = min(NO if certain else MAYBE, durable.get(save.value, NO))
             run.restored &= save.value != run.base
+            self._may_have_replaced(save)
             self._weaken(save, run.tiers, run.hosts)
             for old, _ in found if status == MAYBE else ():  # it may have replaced them
                 durable[old.value] = min(MAYBE, durable.get(old.value, NO))
@@ -259,9 +265,17 @@ class Book:
             return NO
         found = min(self._known(save, root), YES - root.deleted.get(save.value, NO))
         for segment in root.segments:
-            if segment.base < save.value < segment.began:  # one that began from nothing did not know of it
-                found = min(found, YES - segment.status if segment.base else MAYBE)
+            for left in self._line(segment, root):
+                if left.base < save.value < left.began:  # one that began from nothing did not know of it
+                    found = min(found, YES - segment.status if left.base else MAYBE)
         return found
+
+    def _line(self, segment: Segment | None, root: Root) -> Iterator[Segment]:
+        """A segment, and those that it continues: a root that knows of it knows of what these have abandoned."""
+        while segment is not None:
+            yield segment
+            number = self.saves[segment.base].segment if segment.base else None
+            segment = next((each for each in root.segments if each.number == number), None)
 
     @staticmethod
     def _held(save: Save, run: Run) -> int:
