@@ -4,4 +4,4 @@ from ckptkit.manager.checkpoint_manager import CheckpointManager as CheckpointMa
 from ckptkit.manager.restore_handle import RestoreHandle as RestoreHandle
 from ckptkit.manager.scrub import SlotDamage as SlotDamage
 from ckptkit.manager.scrub import SlotScrub as SlotScrub
-from ckptkit.save.ledger import StepRecord as StepRecord
+from ckptkit.save.book.ledger import StepRecord as StepRecord

@@ -31,10 +31,10 @@ from ckptkit.model.tiers import DURABLE, Tier
 from ckptkit.peers import PeerLink
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.flow import RestoreFlow
+from ckptkit.save.book.ledger import Branch, Ledger
+from ckptkit.save.book.retention import Retention
 from ckptkit.save.decider import Decider
-from ckptkit.save.ledger import Branch, Ledger
 from ckptkit.save.pipeline import SavePipeline
-from ckptkit.save.retention import Retention
 from ckptkit.save.threads import machinery
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory

@@ -34,9 +34,9 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import saved_step_number, step_number
 from ckptkit.model.policies import ProcessOptions, SaveOptions
 from ckptkit.model.tiers import Tier, checked_tiers
+from ckptkit.save.book.ledger import StepRecord
+from ckptkit.save.book.under_way import described, exit_drain
 from ckptkit.save.last_save import LastSave
-from ckptkit.save.ledger import StepRecord
-from ckptkit.save.under_way import described, exit_drain
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline

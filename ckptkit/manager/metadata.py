@@ -19,8 +19,8 @@ from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.local_tiers import LocalSave
 from ckptkit.restore.request import stored_tree
+from ckptkit.save.book.ledger import Ledger
 from ckptkit.save.decider import StepInfo
-from ckptkit.save.ledger import Ledger
 
 _PRUNED_AT = 64  # metrics, before those of deleted steps are looked for
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.tiers import PEER, Tier
-from ckptkit.save.under_way import SavesUnderWay, described
+from ckptkit.save.book.under_way import SavesUnderWay, described
 from ckptkit.util import clock, heartbeat
 from ckptkit.util.waits import Meter, is_watched, told
 

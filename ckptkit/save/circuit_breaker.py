@@ -15,9 +15,9 @@ from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import FailurePolicy
 from ckptkit.model.tiers import DURABLE
-from ckptkit.save.commit_log import CommitLog
-from ckptkit.save.protocol import Ask, Effect, SaveProtocol, Sleep
-from ckptkit.save.voting import Voting
+from ckptkit.save.agreement.commit_log import CommitLog
+from ckptkit.save.agreement.protocol import Ask, Effect, SaveProtocol, Sleep
+from ckptkit.save.agreement.voting import Voting
 from ckptkit.util import clock
 
 _PAUSES_MAX = 4  # doublings of a pause

@@ -33,17 +33,17 @@ from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import Writer
 from ckptkit.model.policies import SaveOptions
 from ckptkit.model.tiers import DURABLE
+from ckptkit.save.agreement.protocol import Ask, Onto, SaveProtocol, Veto
+from ckptkit.save.agreement.replica_check import ReplicaComparison
+from ckptkit.save.agreement.voting import Verdict, Voting
+from ckptkit.save.book.ledger import OVERTAKEN, Branch, StepRecord
+from ckptkit.save.book.outcomes import Outcomes, describe
+from ckptkit.save.book.under_way import described
 from ckptkit.save.decider import Decider
-from ckptkit.save.ledger import OVERTAKEN, Branch, StepRecord
-from ckptkit.save.outcomes import Outcomes, describe
-from ckptkit.save.protocol import Ask, Onto, SaveProtocol, Veto
 from ckptkit.save.records import Refusal, Save, SaveTargets
-from ckptkit.save.replica_check import ReplicaComparison
 from ckptkit.save.slot_maker import SlotMaker
 from ckptkit.save.threads import SaveThreads
 from ckptkit.save.tiers import DurableTier, SlotTier, SlowerTier
-from ckptkit.save.under_way import described
-from ckptkit.save.voting import Verdict, Voting
 from ckptkit.util import clock, heartbeat, unproven
 from ckptkit.util.clock import Deadline
 from ckptkit.util.gc_pause import collection_paused

@@ -16,22 +16,22 @@ from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId, Writer
 from ckptkit.model.policies import SaveOptions
 from ckptkit.model.tiers import PEER, SSD
+from ckptkit.save.agreement.commit_log import CommitLog
+from ckptkit.save.agreement.fence import EpochFence
+from ckptkit.save.agreement.protocol import Machinery, SaveProtocol, Veto, drive
+from ckptkit.save.agreement.replica_check import ReplicaComparison
+from ckptkit.save.agreement.voting import Voting
+from ckptkit.save.book.ledger import Branch
+from ckptkit.save.book.outcomes import Outcomes
+from ckptkit.save.book.retention import Retention
+from ckptkit.save.book.under_way import SavesUnderWay
 from ckptkit.save.circuit_breaker import DurableRetry
-from ckptkit.save.commit_log import CommitLog
 from ckptkit.save.decider import Decider
-from ckptkit.save.fence import EpochFence
 from ckptkit.save.flow import Parts, SaveFlow
-from ckptkit.save.ledger import Branch
-from ckptkit.save.outcomes import Outcomes
-from ckptkit.save.protocol import Machinery, SaveProtocol, Veto, drive
 from ckptkit.save.records import Save, SaveTargets
-from ckptkit.save.replica_check import ReplicaComparison
-from ckptkit.save.retention import Retention
 from ckptkit.save.slot_maker import SlotMaker
 from ckptkit.save.threads import SaveThreads
 from ckptkit.save.tiers import DurableTier, SlotTier, slower_tiers
-from ckptkit.save.under_way import SavesUnderWay
-from ckptkit.save.voting import Voting
 from ckptkit.snapshot.describe import Describer
 from ckptkit.util.clock import Deadline
 

@@ -6,10 +6,10 @@ from typing import final
 
 from ckptkit.errors import CheckpointError
 from ckptkit.model.tiers import PEER, SSD
-from ckptkit.save.outcomes import Outcomes
-from ckptkit.save.protocol import Machinery
+from ckptkit.save.agreement.protocol import Machinery
+from ckptkit.save.book.outcomes import Outcomes
+from ckptkit.save.book.retention import Retention
 from ckptkit.save.records import SaveTargets
-from ckptkit.save.retention import Retention
 from ckptkit.slots.arena import Arena
 from ckptkit.util.clock import Deadline
 from ckptkit.util.notice import Notice

@@ -11,11 +11,11 @@ from typing import final
 
 from ckptkit.errors import CheckpointError
 from ckptkit.job.coordination import Coordinator, LocalCoordinator
+from ckptkit.save.agreement.protocol import Idle, Machinery, SaveProtocol, drive
+from ckptkit.save.agreement.protocol import Worker as AnyWorker
+from ckptkit.save.book.under_way import SavesUnderWay, StallWatch
 from ckptkit.save.disk_copy import DiskCopy
-from ckptkit.save.protocol import Idle, Machinery, SaveProtocol, drive
-from ckptkit.save.protocol import Worker as AnyWorker
 from ckptkit.save.tiers import DurableTier, SlowerTier
-from ckptkit.save.under_way import SavesUnderWay, StallWatch
 from ckptkit.snapshot.staging import Stager
 from ckptkit.util.clock import Deadline
 from ckptkit.util.notice import Notice

@@ -17,14 +17,14 @@ from ckptkit.errors import CheckpointError, PeerUnreachableError, StoreFullError
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import SaveOptions
 from ckptkit.model.tiers import DURABLE, PEER, SSD
+from ckptkit.save.agreement.fence import EpochFence
+from ckptkit.save.agreement.protocol import Ask, Do, Machinery, SaveProtocol, SideBySide, Wait
+from ckptkit.save.agreement.replica_check import ReplicaComparison, differing_host_values, host_values
+from ckptkit.save.agreement.voting import SaveTier, Verdict, Voting, joined
+from ckptkit.save.book.ledger import OVERTAKEN, Branch
+from ckptkit.save.book.outcomes import Outcomes, describe
 from ckptkit.save.circuit_breaker import DurableRetry
-from ckptkit.save.fence import EpochFence
-from ckptkit.save.ledger import OVERTAKEN, Branch
-from ckptkit.save.outcomes import Outcomes, describe
-from ckptkit.save.protocol import Ask, Do, Machinery, SaveProtocol, SideBySide, Wait
 from ckptkit.save.records import PeerCopies, Refusal, Save, SaveTargets
-from ckptkit.save.replica_check import ReplicaComparison, differing_host_values, host_values
-from ckptkit.save.voting import SaveTier, Verdict, Voting, joined
 from ckptkit.slots.arena import Arena
 from ckptkit.snapshot.describe import Digests
 from ckptkit.snapshot.items import array_items

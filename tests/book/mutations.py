@@ -16,7 +16,7 @@ from ckptkit.manager import build, root
 from ckptkit.model.manifest import ID_CHARS, SaveId
 from ckptkit.model.tiers import KeepNewest
 from ckptkit.restore import local_tiers
-from ckptkit.save.ledger import Calls, Ledger
+from ckptkit.save.book.ledger import Calls, Ledger
 from tests.mutating import all_of
 from tests.mutating import mutated as of_these
 

@@ -21,7 +21,7 @@ import pytest
 import ckptkit
 from ckptkit import Kind
 from ckptkit.save import flow
-from ckptkit.save.under_way import ExitDrain, SavesUnderWay
+from ckptkit.save.book.under_way import ExitDrain, SavesUnderWay
 from tests.manager.ending import COMMITTED, WAYS
 
 STATE = {"w": np.arange(5000.0)}

@@ -14,7 +14,7 @@ import pytest
 import ckptkit
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.model.manifest import Manifest, SaveId
-from ckptkit.save.ledger import Ledger
+from ckptkit.save.book.ledger import Ledger
 from ckptkit.upkeep import plan_rollback, rollback
 
 args: Any = ocp.args

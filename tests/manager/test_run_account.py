@@ -11,7 +11,7 @@ import pytest
 
 from ckptkit.events import EventLog
 from ckptkit.manager.run_account import RunAccount
-from ckptkit.save.under_way import SavesUnderWay
+from ckptkit.save.book.under_way import SavesUnderWay
 from ckptkit.util import clock, waits
 
 GIB = 1 << 30

@@ -7,8 +7,8 @@ from pathlib import Path
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import PEER, KeepNewest, KeepUnflushed, Tier
-from ckptkit.save.ledger import Ledger
-from ckptkit.save.retention import Retention
+from ckptkit.save.book.ledger import Ledger
+from ckptkit.save.book.retention import Retention
 from ckptkit.slots.arena import Arena
 from tests.peers.conftest import commit
 

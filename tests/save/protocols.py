@@ -11,12 +11,12 @@ from ckptkit.events import EventLog
 from ckptkit.job.coordination import Coordinator, Job
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import FailurePolicy
+from ckptkit.save.agreement.commit_log import CommitLog
+from ckptkit.save.agreement.protocol import Do, SaveProtocol, drive
+from ckptkit.save.agreement.voting import Voting
+from ckptkit.save.book.health import SaveHealth
+from ckptkit.save.book.ledger import Ledger
 from ckptkit.save.circuit_breaker import DurableRetry
-from ckptkit.save.commit_log import CommitLog
-from ckptkit.save.health import SaveHealth
-from ckptkit.save.ledger import Ledger
-from ckptkit.save.protocol import Do, SaveProtocol, drive
-from ckptkit.save.voting import Voting
 
 
 class Retry:

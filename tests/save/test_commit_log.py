@@ -5,8 +5,8 @@ from __future__ import annotations
 from ckptkit.durable.lifecycle.epochs import Ancestry, Rollback
 from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.model.tiers import MEMORY
-from ckptkit.save.commit_log import CommitLog
-from ckptkit.save.ledger import Ledger
+from ckptkit.save.agreement.commit_log import CommitLog
+from ckptkit.save.book.ledger import Ledger
 
 
 class Process:

@@ -11,8 +11,8 @@ from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import LocalCoordinator
 from ckptkit.model.manifest import SaveId, new_id
-from ckptkit.save.fence import EpochFence
-from ckptkit.save.protocol import drive
+from ckptkit.save.agreement.fence import EpochFence
+from ckptkit.save.agreement.protocol import drive
 from ckptkit.store import MemoryStore
 
 SAVE = SaveId(2, 40, 7)

@@ -10,7 +10,7 @@ from ckptkit.errors import SaveFailedError
 from ckptkit.manager.observers import FirstOfMany
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import FailurePolicy
-from ckptkit.save.health import SaveHealth
+from ckptkit.save.book.health import SaveHealth
 
 
 @pytest.fixture

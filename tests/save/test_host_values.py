@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ckptkit.save.replica_check import differing_host_values
+from ckptkit.save.agreement.replica_check import differing_host_values
 from tests.multiprocess.together import run_together
 
 WARNING = "step 1: values in host memory (NumPy arrays, Python numbers, JSON) of item"

@@ -20,8 +20,8 @@ import pytest
 
 import ckptkit
 from ckptkit.durable.orbax.reports import Spans
+from ckptkit.save.agreement.protocol import SaveProtocol
 from ckptkit.save.flow import SaveFlow
-from ckptkit.save.protocol import SaveProtocol
 from ckptkit.save.records import Loan
 from ckptkit.slots.reader import SlotReader, read_manifests
 from ckptkit.snapshot.items import as_it_is

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, Rollback
 from ckptkit.model.manifest import SaveId, new_id
-from ckptkit.save.ledger import Branch, Calls, Ledger, StepRecord
+from ckptkit.save.book.ledger import Branch, Calls, Ledger, StepRecord
 
 SAVES = st.builds(SaveId, st.integers(1, 3), st.integers(0, 6), st.just(0))
 TIERS = st.sampled_from(["ram", "ssd", "durable"])

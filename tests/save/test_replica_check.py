@@ -15,8 +15,8 @@ from ckptkit.job.coordination import Decide, Job
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, ManifestText, SaveId
 from ckptkit.model.policies import ReplicaPolicy
-from ckptkit.save.protocol import drive
-from ckptkit.save.replica_check import ReplicaComparison
+from ckptkit.save.agreement.protocol import drive
+from ckptkit.save.agreement.replica_check import ReplicaComparison
 from ckptkit.snapshot.describe import Description, LeafSource, SlotExtent
 
 COUNT = 10_000

@@ -17,8 +17,8 @@ import ckptkit
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.manager import build
 from ckptkit.model.manifest import SaveId
-from ckptkit.save.ledger import Ledger
-from ckptkit.save.retention import Retention
+from ckptkit.save.book.ledger import Ledger
+from ckptkit.save.book.retention import Retention
 from ckptkit.store import LocalStore
 from ckptkit.util import clock
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ckptkit.job.coordination import LocalCoordinator
-from ckptkit.save.protocol import Onto, SaveProtocol, drive
+from ckptkit.save.agreement.protocol import Onto, SaveProtocol, drive
 from ckptkit.save.threads import Worker
 
 LONG_S = 60.0  # only ever waited out by a test that fails

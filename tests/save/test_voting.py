@@ -12,11 +12,11 @@ import pytest
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.errors import SaveFailedError
 from ckptkit.model.manifest import SaveId
-from ckptkit.save.commit_log import CommitLog
-from ckptkit.save.ledger import Ledger
-from ckptkit.save.protocol import Do, SaveProtocol, drive
+from ckptkit.save.agreement.commit_log import CommitLog
+from ckptkit.save.agreement.protocol import Do, SaveProtocol, drive
+from ckptkit.save.agreement.voting import SaveTier, Voting, joined
+from ckptkit.save.book.ledger import Ledger
 from ckptkit.save.records import Refusal
-from ckptkit.save.voting import SaveTier, Voting, joined
 from tests.job.fake_service import FakeJob
 
 

@@ -13,7 +13,7 @@ from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.job.meeting import _VERDICT_SPARE_S, Delete, Get, Listing, Now, Pause, Put
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
-from ckptkit.save.protocol import Agree, Ask, Do, Idle, Onto, Recall, SideBySide, Sleep, Veto, Wait
+from ckptkit.save.agreement.protocol import Agree, Ask, Do, Idle, Onto, Recall, SideBySide, Sleep, Veto, Wait
 from ckptkit.store import MemoryStore
 from ckptkit.util import clock
 from ckptkit.util.notice import Promise

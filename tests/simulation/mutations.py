@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from ckptkit.save.commit_log import CommitLog
+from ckptkit.save.agreement.commit_log import CommitLog
+from ckptkit.save.agreement.protocol import Do, Onto, SaveProtocol
+from ckptkit.save.agreement.voting import SaveTier, Voting
+from ckptkit.save.book.health import SaveHealth
+from ckptkit.save.book.ledger import Branch
 from ckptkit.save.flow import SaveFlow
-from ckptkit.save.health import SaveHealth
-from ckptkit.save.ledger import Branch
-from ckptkit.save.protocol import Do, Onto, SaveProtocol
 from ckptkit.save.records import Save
 from ckptkit.save.tiers import DiskTier, SlotTier
-from ckptkit.save.voting import SaveTier, Voting
 from ckptkit.util import clock
 from tests.mutating import all_of
 from tests.mutating import mutated as of_these

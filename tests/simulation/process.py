@@ -17,11 +17,11 @@ from ckptkit.model.policies import FailurePolicy, SaveOptions
 from ckptkit.model.tiers import DURABLE, RAM, SSD, Tier, kept_beside
 from ckptkit.restore.inventory import Held, is_whole
 from ckptkit.restore.plan import rank_candidates
-from ckptkit.save.ledger import Branch, Ledger
+from ckptkit.save.agreement.protocol import Agree, Ask, Do, Machinery, SaveProtocol, Wait
+from ckptkit.save.book.ledger import Branch, Ledger
+from ckptkit.save.book.retention import Retention
 from ckptkit.save.pipeline import SavePipeline
-from ckptkit.save.protocol import Agree, Ask, Do, Machinery, SaveProtocol, Wait
 from ckptkit.save.records import PeerCopies, Save, SaveTargets
-from ckptkit.save.retention import Retention
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems
 from tests.simulation.scheduler import Task, Violation

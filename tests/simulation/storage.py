@@ -10,7 +10,7 @@ from typing import Any, final
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
 from ckptkit.model.manifest import SaveId
-from ckptkit.save.protocol import Agree, Do
+from ckptkit.save.agreement.protocol import Agree, Do
 from ckptkit.slots.files import reusable
 from tests.simulation.scheduler import Violation
 

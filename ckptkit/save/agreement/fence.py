@@ -10,9 +10,9 @@ from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
-from ckptkit.save.ledger import Ledger
-from ckptkit.save.outcomes import Outcomes
-from ckptkit.save.protocol import Agree, SaveProtocol
+from ckptkit.save.agreement.protocol import Agree, SaveProtocol
+from ckptkit.save.book.ledger import Ledger
+from ckptkit.save.book.outcomes import Outcomes
 from ckptkit.save.records import SaveTargets
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ckptkit.errors import CheckpointError
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, PEER, KeepBytes, Tier, kept_beside
-from ckptkit.save.ledger import Ledger
+from ckptkit.save.book.ledger import Ledger
 from ckptkit.slots.arena import Arena
 
 _log = logging.getLogger("ckptkit")

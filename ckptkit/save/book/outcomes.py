@@ -15,11 +15,11 @@ from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import FailurePolicy
 from ckptkit.model.tiers import DURABLE, MEMORY, PEER
-from ckptkit.save.health import SaveHealth
-from ckptkit.save.ledger import Ledger
+from ckptkit.save.book.health import SaveHealth
+from ckptkit.save.book.ledger import Ledger
+from ckptkit.save.book.retention import Retention
+from ckptkit.save.book.under_way import SavesUnderWay
 from ckptkit.save.records import Refusal, Save, SaveTargets
-from ckptkit.save.retention import Retention
-from ckptkit.save.under_way import SavesUnderWay
 from ckptkit.slots.arena import Arena
 from ckptkit.util import clock
 

@@ -15,8 +15,8 @@ from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import FILES, SaveId
 from ckptkit.model.policies import DIFFERENCES_NAMED, ReplicaPolicy
-from ckptkit.save.outcomes import Outcomes
-from ckptkit.save.protocol import Agree, Effect, Veto
+from ckptkit.save.agreement.protocol import Agree, Effect, Veto
+from ckptkit.save.book.outcomes import Outcomes
 from ckptkit.save.records import Save
 from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.replicas import (

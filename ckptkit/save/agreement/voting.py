@@ -17,9 +17,9 @@ from ckptkit.errors import CheckpointError, CoordinationError, SaveFailedError
 from ckptkit.job.meeting import Order
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import MEMORY
-from ckptkit.save.commit_log import CommitLog
-from ckptkit.save.outcomes import Outcomes, describe
-from ckptkit.save.protocol import Agree, Do, Effect, Recall, SaveProtocol, Veto
+from ckptkit.save.agreement.commit_log import CommitLog
+from ckptkit.save.agreement.protocol import Agree, Do, Effect, Recall, SaveProtocol, Veto
+from ckptkit.save.book.outcomes import Outcomes, describe
 from ckptkit.save.records import Refusal, Save
 
 POLICIES = ("skip", "report", "wait", "veto")  # the last one is what somebody has to look at: being too early passes

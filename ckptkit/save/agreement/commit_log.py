@@ -18,7 +18,7 @@ from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, MEMORY
-from ckptkit.save.ledger import Ledger
+from ckptkit.save.book.ledger import Ledger
 
 _LIKELY = 8  # changes that a process has missed of which nothing is known
 _KEPT = 256  # changes, of about 40 bytes; a process that has missed more gets the whole book
