@@ -1,1 +1,1 @@
-"""What is known of saves: the steps of every tier, outcomes, losses, what is kept, and what is under way."""
+"""The records of saves: the steps of every tier, outcomes, losses, retention, and the saves under way."""
