@@ -16,7 +16,7 @@ _CHARS_MAX = 2000  # of a reason; who has it raises all of it
 
 
 class RejectedError(Exception):
-    """A process rejects what all of them tried together: raised on every process, with the same reason."""
+    """The processes reject what they tried together: raised on every process, with the same reason."""
 
     def __init__(self, reason: Reason):
         super().__init__(reason.text)
@@ -31,10 +31,11 @@ def voted(
     timeout_s: float | None = None,
     rejecting: tuple[type[Exception], ...] = REJECTING,
 ) -> Iterator[None]:
-    """A block of which all processes do their part, and vote at its end. It ends on all of them in the same way.
+    """A block of which all processes do their part, and vote at its end.
 
-    An error that a process raises in it is its vote. If it is one of `rejecting`, all processes raise `RejectedError`;
-    any other is raised itself, on the other processes one of its class that names the process.
+    An `Exception` in it is the vote of its process. If one is none of `rejecting`, it is raised where it came from, and
+    the others raise one that names that process (`heard_from`). Else, if there is any, all raise `RejectedError`. Other
+    exceptions, as that of Ctrl-C, are no votes: the others time out.
     """
     error: Exception | None = None
     try:

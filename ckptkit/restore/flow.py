@@ -1,19 +1,22 @@
 """The whole of a restore: `RestoreFlow.restore`, from the look at all tiers to the items.
 
-The outcome of a candidate is the same on every process. It is one of four, and each has one consequence (`FOLLOWS`):
+A candidate has one of four outcomes, and each has one consequence (`FOLLOWS`):
 
 | outcome | what is known of the save | what follows |
 |---|---|---|
-| restored | every process has what it wants, all of it proven by digests | the items are given back |
-| damaged | bytes differ from their digests, or files are missing | the next older save; a repair is named |
-| unsuited | intact: not committed by all, or for another number of processes | the next older save |
-| unreachable | nothing, or nothing against it | an error on every process: an older save would cost steps |
+| restored | every process has what it wants, proven by digests as far as the save has any | the items |
+| damaged | bytes differ from their digests, or parts of it are missing | the next older save; a repair is named |
+| unsuited | it is intact, but this call cannot use it | the next older save |
+| unreachable | nothing, or nothing against it | an error: an older save would cost steps |
 
+Unsuited is what was not committed by all, is for another number of processes, or is only in a form of Orbax's.
 Unreachable is what this call cannot have: a tier or a process does not answer, a permission lacks, the tree that is
 asked for is another, or an intact save lacks an item.
 
-An error of one process is its vote, and the worst vote is the outcome. Until the last vote no object of the caller has
-changed. A kill leaves all tiers as they were.
+The processes vote twice on a candidate: on its plan, before anything is read, and on what each has read. There the
+error of one process decides for all: any but `REJECTING` (`job/vote.py`) raises on all of them, else one is enough to
+reject. An error elsewhere is raised by its process, and the others time out. Objects of the caller change in
+`_give_back` alone, but for an iterator in a step that Orbax wrote. A kill leaves all tiers as they were.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ _log = logging.getLogger("ckptkit")
 
 @final
 class RestoreFlow:
-    """Restores saves, one after the other. Every method is called by all processes together, in the same order."""
+    """Restores saves, one after the other: all processes of the job call `restore` together."""
 
     def __init__(
         self,
@@ -98,8 +101,9 @@ class RestoreFlow:
     def restore(self, restore: Restore) -> Restored:
         """Restores the newest save that every process can read and that verifies completely.
 
-        Raises `StepNotFoundError` without a candidate, `NoRestorableStepError` if all were rejected, and at once what
-        is unreachable: `TreeMismatchError`, `ItemNotFoundError`, `PeerUnreachableError`, `StoreError`.
+        Raises `StepNotFoundError` without a candidate, `NoRestorableStepError` if all were rejected. For what is
+        unreachable it raises `TreeMismatchError`, `ItemNotFoundError`, `PeerUnreachableError`, `StoreError`,
+        `CoordinationError`, or `CheckpointError` (a tier that may not be read; an error of another process).
         """
         self._look(restore)
         for candidate in self._rank(restore):  # newest first, agreed by all processes
@@ -108,14 +112,15 @@ class RestoreFlow:
                 self._refuse(attempt)  # what the reports rule out
                 self._find_shares(restore, attempt)
                 with self._vote("plan"):
-                    self._plan(restore, attempt)  # compares the trees, and finds a source for every box
+                    self._plan(restore, attempt)  # compares the trees, if `_rank` has not; a source for every box
                 self._agree_on_host_values(attempt)
                 self._share(restore, attempt)  # replicas read for each other
                 with self._vote("restore"):
-                    self._read(restore, attempt)  # proves each cell, and places it on the devices as it comes
+                    self._read(restore, attempt)  # each cell is proven by its digest, and placed as it comes
             except RejectedError as rejected:
                 rejection = self._reject(restore, attempt, rejected.reason)
-                if FOLLOWS[rejection.outcome] == "raised":
+                del attempt  # with its arrays and slots: what is raised later holds this frame
+                if FOLLOWS[rejection.outcome] != "next older":
                     raise self._lacks_item(restore, rejection) from None
                 continue
             return self._give_back(restore, attempt)
@@ -129,7 +134,7 @@ class RestoreFlow:
     # Look and rank.
 
     def _look(self, restore: Restore) -> None:
-        """Looks at this host's tiers."""
+        """Begins the restore here, and looks at this host's tiers."""
         self._coordinator.begin(restore.about)
         self._reading.begin()
         self._waits_for = "what the tiers of all processes hold"
@@ -222,7 +227,8 @@ class RestoreFlow:
             raise RejectedError(candidate.uncommitted or candidate.refusal)
 
     def _find_shares(self, restore: Restore, attempt: Attempt) -> None:
-        """Makes the search for sources; process 0 tells which processes hold shares of the save."""
+        """Opens this host's slots of the save, for the search for sources; where the processes are linked, process 0
+        tells which of them hold shares."""
         candidate, client, peers = attempt.candidate, self._inventory.client, None
         save_id, reports = candidate.save_id, restore.reports
         self._reading.damaged.clear()
@@ -295,7 +301,7 @@ class RestoreFlow:
         save_id, proven = attempt.candidate.save_id, attempt.verified
         self._waits_for = f"the items of step {save_id.step}"
         items = self._reading.assemble(proven, save_id)
-        restore.rejected += _unidentified(restore.candidates, above=save_id)
+        rejected = [*restore.rejected, *_unidentified(restore.candidates, above=save_id)]
         is_unknown = _unknown(save_id.step) in [each.save_id for each in restore.candidates]
         restored = Restored(
             items=items,
@@ -306,7 +312,7 @@ class RestoreFlow:
             duration_s=round(clock.monotonic_s() - restore.start_s, 6),
             damaged=frozenset((*self._reading.damaged, *([DURABLE] if is_unknown else []))),
             proven=proven.prepared is not None and proven.prepared.is_proven,
-            rejected=restore.rejected,
+            rejected=rejected,
         )
         self._events.emit(
             Kind.RESTORED,
@@ -318,6 +324,7 @@ class RestoreFlow:
             proven=restored.proven,
             **self._said(attempt.choice),
         )
+        restore.rejected = rejected
         return restored
 
     # Rejected.
@@ -330,7 +337,7 @@ class RestoreFlow:
             reason = candidate.uncommitted
         incomplete = reason == candidate.uncommitted
         rejection = Rejection(save_id=candidate.save_id, where=candidate.where, reason=reason, is_incomplete=incomplete)
-        restore.rejected.append(rejection)
+        restore.rejected = [*restore.rejected, rejection]
         kind = Kind.INCOMPLETE if incomplete else Kind.REJECTED
         said = {"reason": reason.text, "causes": reason.causes}
         self._events.emit(kind, step=candidate.save_id.step, tier=candidate.where, **said)

@@ -35,9 +35,9 @@ class Rejection:
     @property
     def outcome(self) -> Outcome:
         """The outcome of the candidate: the table in `restore/flow.py`."""
-        if self.is_damage:
-            return "damaged"
-        return "unreachable" if "no item" in self.reason.causes else "unsuited"
+        if "no item" in self.reason.causes and not self.is_damage:
+            return "unreachable"
+        return "unsuited" if self.is_unsuited else "damaged"
 
     @property
     def is_damage(self) -> bool:
@@ -54,7 +54,7 @@ class Rejection:
 
 
 @final
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class Restore:
     """One call of `restore`: of the newest save, or of `step` alone.
 
@@ -75,11 +75,11 @@ class Restore:
     reports: list[list[Held]] = field(default_factory=list)  # on process 0: of all processes
     candidates: Sequence[Candidate] = ()
     manifests_damaged: bool = False  # on any process: what those recorded is not known
-    rejected: list[Rejection] = field(default_factory=list)  # in the order in which they were tried
+    rejected: Sequence[Rejection] = ()  # in the order in which they were tried
 
 
 @final
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class Attempt:
     """A restore of one candidate."""
 
@@ -105,4 +105,4 @@ class Restored:
     duration_s: float = 0.0  # from the call to the placed items
     damaged: frozenset[str] = frozenset()  # tiers whose copy had a damaged cell, which this process read elsewhere
     proven: bool = True  # every cell, by its digest; False for a step of stock Orbax, which has none
-    rejected: Sequence[Rejection] = ()  # newer ones, in the order in which they were tried
+    rejected: Sequence[Rejection] = ()  # newer ones, in the order in which they were tried; those of unknown age last

@@ -93,19 +93,24 @@ class SourceSearch:
         is not absent: `PeerUnreachableError` is raised if the unreachable process may hold a missing part.
         """
         failed: Exception | None = None
-        while (found := self.next(why)) is not None:
-            if isinstance(found, Stock):
-                return None
-            if isinstance(found, Unreachable):
-                raise found.error
-            try:
-                return plan(found)
-            except TreeMismatchError:
-                raise
-            except (CorruptCheckpointError, ValueError) as error:
-                failed, why = error, "uncovered"
-        save_id = self.candidate.save_id
-        raise failed or CorruptCheckpointError(f"the slots of save {save_id} are missing or damaged", step=save_id.step)
+        try:
+            while (found := self.next(why)) is not None:
+                if isinstance(found, Stock):
+                    return None
+                if isinstance(found, Unreachable):
+                    raise found.error
+                try:
+                    return plan(found)
+                except TreeMismatchError:
+                    raise
+                except (CorruptCheckpointError, ValueError) as error:
+                    failed, why = error, "uncovered"
+            save_id = self.candidate.save_id
+            raise failed or CorruptCheckpointError(
+                f"the slots of save {save_id} are missing or damaged", step=save_id.step
+            )
+        finally:
+            failed = None  # its traceback holds this frame, and those below it what they have restored
 
     def require_all_items(self) -> None:
         """Raises `CorruptCheckpointError` where a durable step has lost an item that was saved."""

@@ -66,7 +66,7 @@ class Arguments(Protocol):
 
 
 @final
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class Save:
     """One call of `save`, and the save that it becomes.
 

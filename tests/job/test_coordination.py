@@ -358,6 +358,7 @@ def test_late_process_reads_the_verdict_that_it_missed(job: FakeJob) -> None:
 
 def test_two_managers_of_one_process_do_not_share_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a second manager would receive the votes of the first."""
+    jax.devices()  # a backend that is made later would take the fake client for its collectives
     monkeypatch.setattr(coordination.distributed.global_state, "client", FakeService())
     first, second = JaxCoordinator(), JaxCoordinator()
     assert first.agree("vote", 1, sum, timeout_s=1) == 1

@@ -25,6 +25,7 @@ class Alike:
     def __init__(self) -> None:
         self.said = ""
         self.heard = ""
+        self.others: Any = None  # what those after process 0 vote, where it is not the same
 
     def agree(
         self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
@@ -32,7 +33,8 @@ class Alike:
         """The decision of process 0."""
         del channel, timeout_s, about
         self.said = json.dumps(value)
-        self.heard = json.dumps(decide([json.loads(self.said)] * COUNT))
+        own = json.loads(self.said)
+        self.heard = json.dumps(decide([own, *[self.others or own] * (COUNT - 1)]))
         return json.loads(self.heard)
 
     def ask_process_0(self, channel: str, decide: Any, *, timeout_s: float | None = None, about: str = "") -> Any:
@@ -63,3 +65,20 @@ def test_fatal_error_is_raised_in_full() -> None:
     assert len(job.said) < 4096
     with pytest.raises(RejectedError), voted(job, "x", timeout_s=5, rejecting=(*REJECTING, PeerUnreachableError)):
         raise error
+
+
+@pytest.mark.parametrize("own", [None, CorruptCheckpointError("w is damaged")])
+@pytest.mark.parametrize("fatal", [False, True])
+def test_verdict_of_the_others_is_raised_here_too(own: Exception | None, fatal: bool) -> None:
+    """A process whose part went well would go on with a save that the others have rejected."""
+    job: Any = Alike()
+    name, causes = ("PeerUnreachableError", []) if fatal else ("CorruptCheckpointError", ["damaged"])
+    job.others = [fatal, name, "of the others", causes]
+
+    def part() -> None:
+        with voted(job, "restore", timeout_s=5):
+            if own is not None:
+                raise own
+
+    with pytest.raises(PeerUnreachableError if fatal else RejectedError, match=r"process 1: .*of the others"):
+        part()

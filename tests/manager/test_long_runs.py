@@ -8,11 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.job import vote as job_vote
 from ckptkit.job.coordination import LocalCoordinator
 from ckptkit.manager.metadata import MetadataIndex
 from ckptkit.save.decider import Decider
@@ -63,6 +65,27 @@ def test_restores_close_slots_without_the_collector(tmp_path: Path, medium: str)
             assert open_files() == before
         finally:
             gc.enable()
+
+
+def test_rejected_restores_keep_no_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on to older saves while it holds the errors would hold one more state for each on its devices."""
+    verdict = {"fatal": None, "reject": ["process 1: CorruptCheckpointError: w is damaged", ["damaged"]]}
+    vote, errors, held = job_vote._vote, list[Exception](), list[int]()
+
+    def of_another(coordinator: Any, channel: str, *rest: Any) -> Any:
+        return verdict if channel == "restore" else vote(coordinator, channel, *rest)
+
+    tier = ckptkit.Tier.ram(str(tmp_path / "tier"), save=ckptkit.EverySteps(1))
+    with ckptkit.CheckpointManager(tmp_path / "run", tiers=[tier], host_id="host") as manager:
+        manager.save(0, args=args.StandardSave({"w": jnp.arange(1000.0)}))
+        manager.wait_until_finished()
+        monkeypatch.setattr(job_vote, "_vote", of_another)
+        for _ in range(3):
+            with pytest.raises(ckptkit.CorruptCheckpointError) as raised:
+                manager.restore(0)
+            errors.append(raised.value)
+            held.append(sum(array.shape == (1000,) for array in jax.live_arrays()))
+    assert held == [0, 0, 0]
 
 
 def test_slots_of_hosts_that_left_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
