@@ -34,8 +34,8 @@ def voted(
     """A block of which all processes do their part, and vote at its end.
 
     An `Exception` in it is the vote of its process. If one is none of `rejecting`, it is raised where it came from, and
-    the others raise one that names that process (`heard_from`). Else, if there is any, all raise `RejectedError`. Other
-    exceptions, as that of Ctrl-C, are no votes: the others time out.
+    the others raise one that names that process (`heard_from`). Else, if there is any, all raise `RejectedError`. An
+    exception of another kind, as that of Ctrl-C, is not voted on: the others time out.
     """
     error: Exception | None = None
     try:

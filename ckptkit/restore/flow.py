@@ -16,7 +16,7 @@ asked for is another, or an intact save lacks an item.
 The processes vote twice on a candidate: on its plan, before anything is read, and on what each has read. There the
 error of one process decides for all: any but `REJECTING` (`job/vote.py`) raises on all of them, else one is enough to
 reject. An error elsewhere is raised by its process, and the others time out. Objects of the caller change in
-`_give_back` alone, but for an iterator in a step that Orbax wrote. A kill leaves all tiers as they were.
+`_give_back` alone, except an iterator in a step that Orbax wrote. A kill leaves all tiers as they were.
 """
 
 from __future__ import annotations
