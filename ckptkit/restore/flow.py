@@ -9,14 +9,15 @@ A candidate has one of four outcomes, and each has one consequence (`FOLLOWS`):
 | unsuited | it is intact, but this call cannot use it | the next older save |
 | unreachable | nothing, or nothing against it | an error: an older save would cost steps |
 
-Unsuited is what was not committed by all, is for another number of processes, or is only in a form of Orbax's.
-Unreachable is what this call cannot have: a tier or a process does not answer, a permission lacks, the tree that is
-asked for is another, or an intact save lacks an item.
+Unsuited is what some processes had not committed and replicas do not hold either, is for another number of processes,
+or is only in a form of Orbax's. Unreachable is what this call cannot have: a tier or a process does not answer, a
+permission lacks, the tree that is asked for is another, or an intact save lacks an item.
 
-The processes vote twice on a candidate: on its plan, before anything is read, and on what each has read. There the
-error of one process decides for all: any but `REJECTING` (`job/vote.py`) raises on all of them, else one is enough to
-reject. An error elsewhere is raised by its process, and the others time out. Objects of the caller change in
-`_give_back` alone, except an iterator in a step that Orbax wrote. A kill leaves all tiers as they were.
+The processes vote twice on a candidate: on its plan, before any array is read, and on what each has read. There the
+error of one process decides for all. `CorruptCheckpointError`, `FileNotFoundError` and `ItemNotFoundError` reject the
+candidate; any other is raised on all, also where some reject (`job/vote.py`). An error in another line is raised by its
+process, and the others time out. So they do, with `CoordinationError`, if a process is killed. Objects of the caller
+change in `_give_back` alone, except an iterator in a step that Orbax wrote. A restore changes nothing in the tiers.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ FOLLOWS: Mapping[Outcome, Literal["given back", "next older", "raised"]] = {
     "restored": "given back",
     "damaged": "next older",
     "unsuited": "next older",
-    "unreachable": "raised",
+    "unreachable": "raised",  # of rejections: where an intact save lacks an item. All else is raised by the vote
 }
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
 _NAMED_MAX = 8  # processes, in one message
@@ -114,7 +115,7 @@ class RestoreFlow:
                 with self._vote("plan"):
                     self._plan(restore, attempt)  # compares the trees, if `_rank` has not; a source for every box
                 self._agree_on_host_values(attempt)
-                self._share(restore, attempt)  # replicas read for each other
+                self._share(restore, attempt)  # replicas read for each other, where that pays: the first array bytes
                 with self._vote("restore"):
                     self._read(restore, attempt)  # each cell is proven by its digest, and placed as it comes
             except RejectedError as rejected:
@@ -168,7 +169,7 @@ class RestoreFlow:
             restore.reports = [[Held.from_json(entry) for entry in each["held"]] for each in reports]
             ranked = self._inventory.candidates(restore.reports, restore.step, looked_into)
             damaged = any(each["damaged"] for each in reports)
-            if not damaged:  # a damaged manifest may be that of a share that lacks
+            if not damaged:  # a share whose manifest is damaged looks like one that was not committed
                 ranked = [replace(each, uncommitted=_uncommitted(restore, each)) for each in ranked]
             entries = [{**asdict(each), "save_id": each.save_id.to_list()} for each in ranked]
             return {"damaged": damaged, "ranked": entries}
@@ -227,8 +228,8 @@ class RestoreFlow:
             raise RejectedError(candidate.uncommitted or candidate.refusal)
 
     def _find_shares(self, restore: Restore, attempt: Attempt) -> None:
-        """Opens this host's slots of the save, for the search for sources; where the processes are linked, process 0
-        tells which of them hold shares."""
+        """Opens this host's slots of the save, for the search for sources; those that cannot be opened are reported,
+        and left out. Where the processes are linked, process 0 tells which of them hold shares."""
         candidate, client, peers = attempt.candidate, self._inventory.client, None
         save_id, reports = candidate.save_id, restore.reports
         self._reading.damaged.clear()
@@ -277,11 +278,13 @@ class RestoreFlow:
     # Read, and given back.
 
     def _share(self, restore: Restore, attempt: Attempt) -> None:
+        """Replicas that want the same boxes of a bucket read each once, and send it to the others by a collective. An
+        error in it is voted on in `_read`, or the rest is read there."""
         attempt.shared, attempt.choice = self._broadcaster.share(attempt.prepared, restore.caller)
 
     def _read(self, restore: Restore, attempt: Attempt) -> None:
-        """Reads, verifies and places this process's part; launches no collective, and exchanges nothing. Tries further
-        sources if a planned one does not verify, or does not answer."""
+        """Reads, verifies and places this process's part, without the other processes. If a planned source does not
+        verify, or does not answer, it plans again, with further sources."""
         while attempt.prepared is not None:
             try:
                 attempt.verified = self._reading.read(attempt.prepared, attempt.shared)
@@ -293,7 +296,7 @@ class RestoreFlow:
                 try:
                     self._plan(restore, attempt, "damaged")
                 except CorruptCheckpointError:
-                    raise error from None  # no source is left: what the last one had is the reason
+                    raise error from None  # the last plan had every source: its error is the reason
         attempt.verified = self._reading.by_orbax(attempt.candidate.save_id.step, restore.wanted)
 
     def _give_back(self, restore: Restore, attempt: Attempt) -> Restored:
@@ -344,7 +347,8 @@ class RestoreFlow:
         return rejection
 
     def _lacks_item(self, restore: Restore, rejection: Rejection) -> ItemNotFoundError:
-        """The error for an item that an intact save lacks: to restore an older save instead would cost steps."""
+        """The error for an item that a save lacks, though its manifests are complete: to restore an older save instead
+        would cost steps."""
         text = rejection.reason.text
         if restore.step is None:
             text += (
