@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +27,13 @@ from ckptkit.durable.lifecycle.classify import (
     has_been_written,
     run_format,
 )
+from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.listing import RootSteps, read_ancestry, read_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.sidecars import marker_text
 from ckptkit.model.manifest import SaveId
-from ckptkit.store import open_store
+from ckptkit.store import Store, open_store
+from ckptkit.store.base import StoreOperation, WrapperStore
 from ckptkit.testing.bucket import BucketServer
 from tests.upkeep.conftest import make_root, manager_of, save
 
@@ -202,6 +206,40 @@ def test_item_without_its_sidecars_is_damaged(tmp_path: Path) -> None:
     (step,) = look(tmp_path).steps
     assert (step.state, step.kind) == ("damaged", StepClass.DAMAGED)
     assert "lost its sidecars" in str(step.problem)
+
+
+@final
+class Pruning(WrapperStore):
+    """A store in which another process deletes a step after so many operations."""
+
+    def __init__(self, inner: Store, step: str, after: int):
+        super().__init__(inner)
+        self._step, self.left = f"{inner.url}/{step}", after
+
+    def _run(self, operation: StoreOperation, key: str, request: Callable[[], Any]) -> Any:
+        self.left -= 1
+        if self.left == -1:
+            remove_step(self._step, shutil.rmtree)
+        return super()._run(operation, key, request)
+
+
+@pytest.mark.parametrize("root", ["disk", "gs://runs/run"])
+def test_step_that_is_deleted_during_the_look_is_not_damaged(tmp_path: Path, root: str, server: BucketServer) -> None:
+    """Beside a job that prunes, a person would be told now and then that steps are damaged."""
+    del server
+    where, after, states = root if "://" in root else str(tmp_path / root), 0, set[str]()
+    ended = False
+    while not ended:
+        make_root(where, [1, 2])
+        store = Pruning(open_store(where), "1", after)
+        found = read_root(Place(store), read_ancestry(Place.open(where, timeout_s=5))[0])
+        states |= {each.state for each in found.steps if each.step == 1}
+        assert "damaged" not in states, (after, [each.problem for each in found.steps])
+        ended, after = store.left >= 0, after + 1
+        open_store(where).delete_many(open_store(where).list_all(""))
+        shutil.rmtree(tmp_path / "disk", ignore_errors=True)
+    assert after > 5
+    assert "committed" in states
 
 
 def test_stock_step_with_damaged_metadata_is_committed(tmp_path: Path) -> None:

@@ -301,10 +301,13 @@ def _durable_step(place: Place, step: int, ancestry: Ancestry) -> list[DurableSt
     if item_kind(place) is not None:  # saved without a manager: the step is the item
         items = {"": item_kind(place)}
     try:
-        return [_recorded(place, step, items, ancestry)]
+        found = _recorded(place, step, items, ancestry)
     except CorruptCheckpointError as error:
-        # Looked at again, because a step that is pruned meanwhile is not damaged.
-        return [_damaged(place, step, items, str(error))] if place.again().names() else []
+        found = _damaged(place, step, items, str(error))
+    if found.problem is None:
+        return [found]
+    again = place.again()  # a step that is pruned meanwhile is not damaged
+    return [found] if again.names() and is_committed(again) else []
 
 
 def _recorded(place: Place, step: int, items: Mapping[str, ItemKind | None], ancestry: Ancestry) -> DurableStep:
