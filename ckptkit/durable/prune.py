@@ -85,7 +85,7 @@ class Pruner:
         # Those of an earlier save may have been leased since; they are announced again with the new ones.
         read = self._guard.spare(self._left) if again else set[int]()
         for step, name in sorted(self._left.items()):
-            if step in read:
+            if step in read or self._guard.lost:
                 continue
             try:
                 self._remove(name)

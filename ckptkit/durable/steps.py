@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -18,7 +19,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 from ckptkit.durable.abandoned import clean_left, clean_unmarked
 from ckptkit.durable.cells.pacing import Pace
 from ckptkit.durable.lifecycle.classify import kind_of_item
-from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import PruneGuard, pinned_steps
 from ckptkit.durable.lifecycle.listing import StepListing
 from ckptkit.durable.lifecycle.root_record import shield_records
@@ -218,7 +219,7 @@ class DurableSteps:
             forget_listings(self.url)  # of before the commit: Orbax's reads go by them
             self._identities[step] = self.seen[step] = save_id
             self.stock.add(step, metrics)
-            self._prune(tidy)
+            self._prune(save_id.epoch, tidy)
         except BaseException:
             self.stock.look_again()
             raise
@@ -259,7 +260,7 @@ class DurableSteps:
         try:
             self.stock.orbax.wait_until_finished()
             self._clean_left(save_id)
-            self._prune()
+            self._prune(save_id.epoch)
         except BaseException:
             self.stock.look_again()
             raise
@@ -274,12 +275,12 @@ class DurableSteps:
         self._pruner.wait()
         self._settle()
 
-    def _prune(self, first: Callable[[], None] = lambda: None) -> None:
+    def _prune(self, epoch: int, first: Callable[[], None] = lambda: None) -> None:
         """Begins to delete the steps that the policies do not keep, after `first`."""
         gone = frozenset[int]()
         self.stock.forget(self.stock.unmanaged)
         if self._preservation is not None:
-            gone = self._release(self._preservation.doomed(self.stock.infos(), self._abandoned))
+            gone = self._release(self._preservation.doomed(self.stock.infos(), self._abandoned), epoch)
             self.stock.forget(gone)
         self._pruner.prune(sorted(gone), first)
 
@@ -386,12 +387,20 @@ class DurableSteps:
         if step in steps:
             self.delete(step, at_once=True)
 
-    def _release(self, doomed: list[int]) -> frozenset[int]:
+    def _release(self, doomed: list[int], epoch: int) -> frozenset[int]:
         """The steps to delete: those that process 0's policies release, by its clock and metrics, and that no process
-        reads. All processes get the list and take part, also where their own clocks and metrics differ."""
+        reads. None once an epoch after `epoch` has begun: it may have gone back to one of them. All processes get the
+        list and take part, also where their own clocks and metrics differ."""
 
         def let_go(_: list[Any]) -> list[int]:
-            return sorted(set(doomed) - self._guard.spare(doomed))
+            free = set(doomed) - self._guard.spare(doomed)
+            with suppress(StoreError):
+                # Asked after the announcement: a rollback holds its step until its record is there.
+                if free and EpochRecords(self._store).newest_epoch() <= epoch:
+                    return sorted(free)
+            if doomed:
+                self._guard.settle()
+            return []
 
         return frozenset(self._tries.agree("leases", None, let_go))
 
@@ -411,4 +420,5 @@ class DurableSteps:
     def close(self) -> None:
         """Finishes deletions, and ends Orbax's manager."""
         self._pruner.close()
+        self._guard.close()
         self.stock.close()

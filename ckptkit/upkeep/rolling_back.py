@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import pinned_steps
+from ckptkit.durable.lifecycle.leases import Lease, pinned_steps
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.root_record import shield_records
-from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
 from ckptkit.inspection.records import FORMAT, StepEntry
 from ckptkit.inspection.steps import list_steps
+from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.model.tiers import DURABLE
 from ckptkit.store import open_store
@@ -21,19 +23,31 @@ from ckptkit.util.words import command_line
 from ckptkit.verification import verify
 from ckptkit.verification.records import VerifyProgress
 
+_LEASE_S = 60.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackPlan:
-    """The saves that a rollback abandons: newer than `step`, of the branch that continues from there until now."""
+    """The saves that a rollback abandons: newer than the `chosen` step, of the branch that continues from there."""
 
     root: str
-    step: int
-    save_id: SaveId | None
+    host_id: str
+    chosen: StepEntry
     abandoned: tuple[StepEntry, ...]
     before: Ancestry
     after: Ancestry
     done: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The step to which the run goes back."""
+        return self.chosen.step
+
+    @property
+    def save_id(self) -> SaveId | None:
+        """The save of that step; None for one of stock Orbax."""
+        return self.chosen.save_id
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -67,10 +81,11 @@ def plan_rollback(
     timeout_s: float = 20.0,
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> RollbackPlan:
-    """The saves that a rollback to `step` abandons, in the root and in this host's fast `tiers`; nothing is written.
+    """The saves that a rollback to `step` abandons, in the root and in this host's fast `tiers`. Writes only a lease.
 
     The step is read and verified first (`unread`: its records are trusted instead), because once the record is written
-    no restart takes a newer one. A tier that is not given is not read, but the record is valid for it too.
+    no restart takes a newer one. It is leased meanwhile, where the root can be written. A tier that is not given is not
+    read, but the record is valid for it too.
 
     Raises `StepNotFoundError` for a step that no restart would take (none there, abandoned, not whole),
     `CorruptCheckpointError` where it is damaged or the epoch records are, `StoreError` for what cannot be reached.
@@ -80,7 +95,11 @@ def plan_rollback(
     before = EpochRecords(place.store).read()
     entry = _chosen(listing.steps, step, listing.root)
     if not unread:
-        _verify(entry, listing.root, timeout_s, progress)
+        with ExitStack() as held:
+            if f"{paths.SIDECAR_DIR}/" in place.names():
+                with suppress(StoreError):  # `rollback` looks again
+                    held.enter_context(_held(listing.root, step, timeout_s))
+            _verify(entry, listing.root, timeout_s, progress)
     identity = entry.save_id or before.of_stock(step)
     live = [each for each in listing.steps if each.state in ("committed", "partial")]
     newer = tuple(each for each in live if (each.save_id or before.of_stock(each.step)) > identity)
@@ -89,8 +108,8 @@ def plan_rollback(
     epoch = max([before.epoch, *seen]) + 1
     return RollbackPlan(
         root=listing.root,
-        step=step,
-        save_id=entry.save_id,
+        host_id=host_id,
+        chosen=entry,
         abandoned=newer,
         before=before,
         after=before.begin(epoch, identity, new_id(), stock),
@@ -108,12 +127,48 @@ def rollback(plan: RollbackPlan, *, timeout_s: float = 20.0) -> RollbackPlan:
     A running job is fenced off: its next durable save is refused with the reason. Stop the job, and start it again.
     Abandoned saves stay until they are pruned, or their numbers are saved again. A rollback cannot be undone.
 
-    Cost: three small writes. Raises `CheckpointError` where a run has begun or gone back since the plan was made.
+    The step is leased, so that no running job and no `prune` deletes it, and looked at once more: a record never names
+    a step that is gone.
+
+    Cost: five small writes, and a look at every step. Raises `CheckpointError` where a run has begun or gone back since
+    the plan was made, or a process deletes the step; `StepNotFoundError` where it was deleted.
     """
     store = open_store(plan.root, deadline_s=timeout_s)
     shield_records(store)
-    EpochRecords(store).advance(plan.before, plan.after)
+    records = EpochRecords(store)
+    records.advance(plan.before, None)
+    with _held(plan.root, plan.step, timeout_s):
+        _require_there(plan, timeout_s)
+        records.advance(plan.before, plan.after)
     return replace(plan, done=True)
+
+
+@contextmanager
+def _held(root: str, step: int, timeout_s: float) -> Iterator[None]:
+    """Keeps a step from being deleted. Raises `CheckpointError` where a process deletes it already, `StoreError`."""
+    with Lease(open_store(root, deadline_s=timeout_s), step, lease_s=_LEASE_S) as lease:
+        if not lease.granted():
+            raise CheckpointError(
+                f"{root} is not rolled back: step {step} is being deleted; go back to another step",
+                step=step,
+                path=root,
+            )
+        yield
+
+
+def _require_there(plan: RollbackPlan, timeout_s: float) -> None:
+    """Raises `StepNotFoundError` or `CheckpointError` where the step is not the save that the plan was made for."""
+    held = {each.tier: each.path for each in plan.chosen.holdings}
+    prefix = held[DURABLE].rpartition("/")[2].rpartition("_")[0] if DURABLE in held else None
+    tiers = [tier for tier in held if tier != DURABLE]
+    listing = list_steps(plan.root, tiers=tiers, host_id=plan.host_id, step_prefix=prefix, timeout_s=timeout_s)
+    now = _chosen(listing.steps, plan.step, plan.root)
+    if now.save_id != plan.save_id or (DURABLE in held and DURABLE not in {each.tier for each in now.holdings}):
+        raise CheckpointError(
+            f"{plan.root} is not rolled back: step {plan.step} was deleted or saved anew meanwhile; run it again",
+            step=plan.step,
+            path=plan.root,
+        )
 
 
 def _chosen(entries: Sequence[StepEntry], step: int, root: str) -> StepEntry:

@@ -284,7 +284,7 @@ class _Scrubber:
         """Why a durable step must not be repaired."""
         if each.found is None:
             return None
-        if each.step in self._announced():  # half deleted, it looks damaged
+        if self._is_announced(each.step):  # half deleted, it looks damaged
             return "its job has announced that it deletes this step"
         return reason_to_leave("mend", _kind_of(each.found), Standing(state=each.found.state))
 
@@ -317,12 +317,10 @@ class _Scrubber:
         with DeletionNotice(open_store(self._place.url, deadline_s=self._timeout_s), [each.step]):
             return self._protection(each.found) or each.copy.put_aside()
 
-    def _announced(self) -> set[int]:
-        """The steps that a job is deleting now: it announces them before it begins, and withdraws the notice
+    def _is_announced(self, step: int) -> bool:
+        """Whether a process is deleting a step now: it announces that before it begins, and withdraws the notice
         afterwards."""
-        with suppress(ValueError, KeyError, TypeError):
-            return announced_deletions(self._place.store)
-        return set()
+        return bool(announced_deletions(self._place.store, [step]))
 
 
 def others_may_hold(manifests: Sequence[Manifest], host_id: str) -> bool:

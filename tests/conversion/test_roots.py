@@ -14,6 +14,7 @@ import pytest
 
 import ckptkit
 from ckptkit.conversion import leased
+from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.errors import CheckpointError
 from ckptkit.formats import open_checkpoint
 from ckptkit.model import paths
@@ -135,9 +136,11 @@ def test_source_is_leased_while_it_is_read(of: str, ckpt: Run, tmp_path: Path, m
 def test_step_that_is_being_deleted_is_refused(tmp_path: Path) -> None:
     """Half of it would be read, and the error would call it damaged."""
     root = run(tmp_path / "root", 1, 1, 2)
-    open_store(root).put(paths.DOOMED_KEY, b'{"steps": [1]}')
+    guard = PruneGuard(open_store(root))
+    guard.announce({1})
     with pytest.raises(CheckpointError, match="step 1 is being deleted by its job"), leased([f"{root}/1"]):
         pass
+    guard.settle()
     assert os.listdir(root / paths.LEASES_DIR) == []
 
 

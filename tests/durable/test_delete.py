@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,11 +245,11 @@ def test_steps_can_be_deleted_from_a_full_bucket(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("replaced", [False, True], ids=["by name", "an abandoned one"])
 def test_deletion_is_announced_until_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool) -> None:
     """A scrub at the same time would take a half-deleted step for damaged, and put it aside or repair it."""
-    announced: list[str] = []
+    announced: list[list[int]] = []
     move_away = delete.move_away
 
     def moved(where: str) -> str:
-        announced.append((tmp_path / paths.DOOMED_KEY).read_text())
+        announced.append(json.loads((tmp_path / paths.DOOMED_KEY).read_text())["steps"])
         return move_away(where)
 
     with make_manager(tmp_path) as manager:
@@ -262,7 +263,7 @@ def test_deletion_is_announced_until_complete(tmp_path: Path, monkeypatch: pytes
         else:
             manager.delete(2)
             assert restored(manager) == 1
-        assert announced == ['{"steps": [2]}']
+        assert announced == [[2]]
         assert not (tmp_path / paths.DOOMED_KEY).exists()
 
 
@@ -296,10 +297,10 @@ def make_listening(root: Path) -> tuple[ckptkit.CheckpointManager, list[str]]:
 
 def test_failed_prune_is_reported_and_retried_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read-only directory would keep every step, without a report; or the save would fail with it."""
-    announced: list[str] = []
+    announced: list[list[int]] = []
 
     def refused(path: str, options: Any) -> None:
-        announced.append((tmp_path / paths.DOOMED_KEY).read_text())
+        announced.append(json.loads((tmp_path / paths.DOOMED_KEY).read_text())["steps"])
         raise PermissionError(path)
 
     manager, reasons = make_listening(tmp_path)
@@ -308,7 +309,7 @@ def test_failed_prune_is_reported_and_retried_later(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(prune, "delete_directory", refused)
         save(manager, 2, 2)
         assert [reason.partition(": ")[0] for reason in reasons] == ["step 1 is to be deleted, and is not yet"]
-        assert announced == ['{"steps": [1]}'], "a scrub would take it for damaged"
+        assert announced == [[1]], "a scrub would take it for damaged"
         assert manager.all_steps() == [2]
         monkeypatch.undo()
         save(manager, 3, 3)

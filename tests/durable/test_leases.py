@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 from typing import Any
 
 import pytest
 
+from ckptkit.durable.lifecycle import leases
 from ckptkit.durable.lifecycle.leases import Lease, PruneGuard, announced_deletions
 from ckptkit.errors import TransientStoreError
 from ckptkit.model import paths
@@ -28,6 +30,12 @@ class Clock:
 @pytest.fixture
 def store() -> MemoryStore:
     return MemoryStore()
+
+
+def ended_process() -> str:
+    """The name of a process of this machine that has ended."""
+    *place, _, _ = leases._process_name(os.getpid()).split(" ")
+    return " ".join([*place, str(2**22 + 1), "1"])
 
 
 def take(store: Any, step: int, *, lease_s: float = 60.0, clock: Clock | None = None) -> Lease:
@@ -124,6 +132,63 @@ def test_renewed_lease_stays_valid(store: MemoryStore) -> None:
         store.put(key, json.dumps({"step": 2, "beat": beat, "lease_s": 60}).encode())
         assert guard.spare([2]) == {2}
         clock.now_s += 59
+
+
+def notice(**fields: Any) -> bytes:
+    return json.dumps({"steps": [2], "beat": 5, "lease_s": 60.0, **fields}).encode()
+
+
+@pytest.mark.parametrize("key", [paths.DOOMED_KEY, f"{paths.LEASES_DIR}/doomed-{'0' * 32}.json"])
+def test_notice_of_a_dead_process_blocks_no_reader(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """A prune or a job that was killed would lock its steps: no pin, no conversion, no repair, for ever."""
+    clock, watched = Clock(), list[float]()
+
+    def sleep(seconds: float) -> None:
+        watched.append(seconds)
+        clock.now_s += seconds
+
+    monkeypatch.setattr(leases.time, "sleep", sleep)
+    store.put(key, notice(process=ended_process()))
+    assert announced_deletions(store, monotonic_s=clock) == set()
+    assert watched == [], "the system knows that it has ended"
+    for record in (notice(), notice(process="another-boot pid:[1] 7 7"), notice(process=7)):
+        watched.clear()
+        store.put(key, record)
+        assert announced_deletions(store, [1], monotonic_s=clock) == set()
+        assert watched == [], "it is about other steps"
+        assert announced_deletions(store, [1, 2], monotonic_s=clock) == set()
+        assert 59 < sum(watched) < 63
+
+
+def test_notice_of_a_live_process_counts(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader would begin with a step that goes."""
+    key, clock = f"{paths.LEASES_DIR}/doomed-{'0' * 32}.json", Clock()
+    store.put(key, notice(process=leases._process_name(os.getpid())))
+    assert announced_deletions(store) == {2}
+    store.put(key, notice(process="another-boot pid:[1] 7 7"))
+    monkeypatch.setattr(leases.time, "sleep", lambda seconds: store.put(key, notice(beat=6)))
+    assert announced_deletions(store, [2], monotonic_s=clock) == {2}, "it is renewed"
+    store.put(key, notice())
+    monkeypatch.setattr(leases.time, "sleep", lambda seconds: store.delete(key))
+    assert announced_deletions(store, [2], monotonic_s=clock) == set(), "it was withdrawn"
+
+
+def test_announcement_of_a_job_is_renewed_until_it_is_withdrawn(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion that takes longer than a minute would count as one of a dead job."""
+    monkeypatch.setattr(leases, "_LEASE_S", 1.5)
+    guard, beats = PruneGuard(store), set[int]()
+    guard.announce({1, 2})
+    guard.announce({2})
+    while len(beats) < 3:
+        record = json.loads(store.get(paths.DOOMED_KEY))
+        beats.add(record["beat"])
+        assert record["steps"] == [2]
+    guard.close()
+    assert store.list_all("") == []
 
 
 def test_lease_is_renewed_in_the_background(store: MemoryStore) -> None:

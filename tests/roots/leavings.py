@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
+from tests.durable.test_leases import ended_process
 from tests.roots.tree import ROOT, StrangeRoot, Tree, registered
 
 LEAVINGS: Final[dict[str, StrangeRoot]] = {}
@@ -99,9 +100,9 @@ def damaged_announcements(tree: Tree) -> None:
 def stale_announcement(tree: Tree) -> None:
     """A command that announced the deletion of every step has died."""
     tree.run(OURS)
-    record = {"steps": [1, 2, 3], "beat": 3, "lease_s": 60.0, "holder": "host:1"}
+    record = {"steps": [1, 2, 3], "beat": 3, "lease_s": 60.0, "holder": "host:1", "process": ended_process()}
     tree.put(f"{_LEASES}/doomed-{_ATTEMPT}.json", json.dumps(record))
-    tree.put(f"{ROOT}/_ckptkit/doomed.json", json.dumps({"steps": [1]}))
+    tree.put(f"{ROOT}/_ckptkit/doomed.json", json.dumps(record))
 
 
 @registered(LEAVINGS)

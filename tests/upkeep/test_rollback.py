@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit.durable.lifecycle.epochs import EpochRecords
+from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection import list_steps
+from ckptkit.model.tiers import KeepNewest
 from ckptkit.store import open_store
-from ckptkit.upkeep import pin, plan_rollback, rollback
+from ckptkit.upkeep import pin, plan_prune, plan_rollback, prune, rollback, rolling_back
 from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
 from tests.upkeep.test_prune import flip, steps_in
 
@@ -114,3 +118,57 @@ def test_rollback_of_a_stock_root_names_who_ignores_it(tmp_path: Path) -> None:
             manager.save(step, args=ocp.args.StandardSave({"w": jnp.ones(3)}))  # pyright: ignore[reportCallIssue]
     notes = plan_rollback(str(tmp_path), 1, host_id=HOST).notes
     assert any("a job of stock Orbax ignores it and restores the highest number, 3" in note for note in notes)
+
+
+@pytest.mark.parametrize("moment", ["before the lease", "after the lease", "announced"])
+def test_rollback_never_records_a_step_that_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Every newer step would be abandoned for one that is gone, and no restart would find a step."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    plan = plan_rollback(str(root), 1, host_id=HOST)
+    before = EpochRecords(open_store(str(root))).read()
+    if moment == "before the lease":
+        assert prune(plan_prune(str(root), [KeepNewest(2)])).done
+        with pytest.raises(StepNotFoundError, match="no restart would take step 1: there is none"):
+            rollback(plan)
+    elif moment == "announced":
+        with (
+            DeletionNotice(open_store(str(root)), [1]),
+            pytest.raises(CheckpointError, match="is not rolled back: step 1 is being deleted"),
+        ):
+            rollback(plan)
+    else:
+        pruning, real = plan_prune(str(root), [KeepNewest(2)]), rolling_back._require_there
+
+        def prunes(*args: Any) -> None:
+            real(*args)
+            assert [each.act for each in prune(pruning).steps] == ["keep"] * 3
+
+        monkeypatch.setattr(rolling_back, "_require_there", prunes)
+        assert rollback(plan).done
+        assert restored(root) == (1, 1)
+        return
+    assert EpochRecords(open_store(str(root))).read() == before
+    assert restored(root) == (3, 3)
+
+
+def test_job_does_not_prune_the_step_that_a_rollback_went_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has committed before the rollback and prunes after it: no step would be left."""
+    root, real = tmp_path / "run", PruneGuard.spare
+
+    def meanwhile(self: PruneGuard, doomed: Iterable[int]) -> set[int]:
+        if doomed := list(doomed):
+            rollback(plan_rollback(str(root), 1, host_id=HOST))
+        return real(self, doomed)
+
+    with manager_of(root, max_to_keep=2) as manager:
+        save(manager, 1)
+        save(manager, 2)
+        monkeypatch.setattr(PruneGuard, "spare", meanwhile)
+        save(manager, 3)
+    assert steps_in(root) == [1, 2, 3]
+    assert restored(root) == (1, 1)

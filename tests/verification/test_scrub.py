@@ -15,8 +15,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.slots.reader import read_manifest
+from ckptkit.store import open_store
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock
 from ckptkit.upkeep import list_arenas
 from ckptkit.verification import Scrub, mending
@@ -238,12 +240,14 @@ def test_step_being_deleted_by_its_job_is_left(job: Job) -> None:
     """A step half deleted would be put aside or made whole again, while its job takes it away."""
     (job.root / "1/state/manifest.ocdbt").unlink()
     doomed = job.root / "_ckptkit/doomed.json"
-    doomed.write_text('{"steps": [1]}')
+    guard = PruneGuard(open_store(str(job.root)))
+    guard.announce({1})
     before = content(job.home)
     found = scrubbed(job)
     assert acts(found) == [(1, "durable", "leave", False)]
     assert found.treatments[0].reason == "its job has announced that it deletes this step"
     assert content(job.home) == before
+    guard.settle()
     for text in ('{"steps": [0]}', "{", '{"steps": 1}'):  # another step's, or nobody's
         doomed.write_text(text)
         assert acts(scrubbed(job, repair=False)) == [(1, "durable", "repair", False)]

@@ -9,6 +9,9 @@ A command that deletes steps, with or without a running job, announces it in an 
 which it renews as a reader does (`DeletionNotice`). A pin (`put_pin`) is there too: a lease without an end. So the
 one listing that a writer makes shows all of them.
 
+All of them have a beat, `doomed.json` too. One rule (`_state_of`) decides for readers and for writers whether the
+holder of a notice or a claim lives.
+
 No two clocks are compared. For the writer a lease is dead when its beat has not changed for `lease_s` of the writer's
 own time. For the reader it is lost `lease_s` after the start of its last successful renewal, which is earlier.
 """
@@ -23,7 +26,8 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Self, final
+from pathlib import Path
+from typing import Any, Literal, Self, final
 
 from ckptkit.durable.lifecycle.root_record import shield_records
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
@@ -46,7 +50,7 @@ class _Beating:
             raise ValueError(f"lease_s is {lease_s}; it must be above 0 and at most {LEASE_S_MAX:g}")
         self._store = store
         self._key = key
-        self._record = {**record, "lease_s": lease_s, "holder": _holder()}
+        self._record = {**record, "lease_s": lease_s, **_holder()}
         self._lease_s = lease_s
         self._now_s = now_s
         self._beat = 0
@@ -62,10 +66,14 @@ class _Beating:
 
     def release(self) -> None:
         """Ends it. A store that cannot be reached lets it lapse by itself."""
-        self._released.set()
-        self._thread.join()
+        self.stop()
         with suppress(StoreError):
             self._store.delete(self._key)
+
+    def stop(self) -> None:
+        """Ends the renewals; the object stays."""
+        self._released.set()
+        self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +116,8 @@ class Lease(_Beating):
 
     def kept(self) -> frozenset[int]:
         """The steps that the writer will keep: asked once, after the lease was written."""
-        return frozenset() if self.lost else self.steps - announced_deletions(self._store)
+        doomed = announced_deletions(self._store, self.steps)
+        return frozenset() if self.lost else self.steps - doomed
 
 
 @final
@@ -130,67 +139,95 @@ class WriterClaim(_Beating):
     """The one process that copies a step into a bucket, until `release`; context manager. Once it is `lost`, another
     process may have taken it over: nothing more may be written.
 
-    Raises `CheckpointError` if another process holds the claim. The claim of a dead holder is replaced: at once if
-    it was on this host, otherwise after it was watched for its lifetime. Raises `StoreError`.
+    Raises `CheckpointError` if another process holds the claim; the claim of a dead holder is replaced (`_state_of`).
+    Raises `StoreError`.
     """
 
     def __init__(self, store: Store, name: str, *, monotonic_s: Callable[[], float] = clock.monotonic_s):
         key = f"{paths.LEASES_DIR}/{paths.claim_name(name)}"
         record = {"steps": [], "copying": name, "claim": uuid.uuid4().hex}  # it keeps no step from being pruned
         while not _created(store, key, record):
-            _require_dead(store, key, f"{store.url}/{name}", monotonic_s)
+            _replace_dead(store, key, f"{store.url}/{name}", monotonic_s)
         super().__init__(store, key, record, _LEASE_S, monotonic_s)
 
 
 def _created(store: Store, key: str, record: Mapping[str, Any]) -> bool:
     try:
-        put_new(store, key, json.dumps({**record, "holder": _holder()}).encode())
+        put_new(store, key, json.dumps({**record, **_holder()}).encode())
     except FileExistsError:
         return False
     return True
 
 
-def _require_dead(store: Store, key: str, target: str, monotonic_s: Callable[[], float]) -> None:
+def _replace_dead(store: Store, key: str, target: str, monotonic_s: Callable[[], float]) -> None:
     """Deletes the claim of a process that has died; raises `CheckpointError` for one that lives."""
     first = store.stat_all(paths.LEASES_DIR).get(key)
-    try:
-        data = store.get(key)
-    except FileNotFoundError:
-        return
-    holder, begun_s = _holder_of(data), monotonic_s()
-    host, _, process = holder.rpartition(":")
-    here = host == socket.gethostname()
-    while not (here and _has_ended(process)) and monotonic_s() - begun_s < _LEASE_S:
-        found = None
-        with suppress(FileNotFoundError):
-            found = store.get(key)
-        if here or found != data:
-            raise CheckpointError(
-                f"another process ({holder}) is making {target}; wait until it has ended", path=target
-            )
-        time.sleep(_WATCH_S)
-    if first is not None:
+    state, record = _state_of(store, key, monotonic_s)
+    if state == "lives":
+        raise CheckpointError(
+            f"another process ({record.get('holder')}) is making {target}; wait until it has ended", path=target
+        )
+    if state == "died" and first is not None:
         store.delete_unchanged({key: first})
 
 
-def _holder() -> str:
-    return f"{socket.gethostname()}:{os.getpid()}"
+def _state_of(
+    store: Store, key: str, monotonic_s: Callable[[], float], asked: Callable[[Any], bool] = lambda record: True
+) -> tuple[Literal["lives", "died", "gone"], dict[str, Any]]:
+    """Whether the holder of a notice or a claim lives, and what it wrote last: the one rule for readers and writers.
+
+    The system knows at once if a process of this machine has ended. Any other record is watched: its holder lives once
+    the record changes, and has died once it did not change for its lifetime, at most a minute. So long this waits. A
+    record that `asked` does not accept is not of interest: it is `gone`.
+    """
+    first, begun_s = None, monotonic_s()
+    while True:
+        try:
+            data = store.get(key)
+        except FileNotFoundError:
+            return "gone", {}
+        record = _parsed(data)
+        first = data if first is None else first
+        ended = _has_ended(str(record.get("process")))
+        if not asked(record):
+            return "gone", {}
+        if ended is not None or data != first:
+            return "died" if ended else "lives", record
+        if monotonic_s() - begun_s > _LEASE_S:
+            return "died", record
+        time.sleep(_WATCH_S)
 
 
-def _holder_of(data: bytes) -> str:
+def _parsed(data: bytes) -> dict[str, Any]:
+    """A record; an empty one for a damaged one."""
     with suppress(*_UNREADABLE):
-        return str(json.loads(data)["holder"])
+        record = json.loads(data)
+        return record if isinstance(record, dict) else {}
+    return {}
+
+
+def _holder() -> dict[str, str]:
+    """Names this process in a record: for people, and for `_has_ended`."""
+    return {"holder": f"{socket.gethostname()}:{os.getpid()}", "process": _process_name(os.getpid())}
+
+
+def _process_name(pid: int) -> str:
+    """The machine since its last boot, the namespace of process ids, the id and the start of a process that runs. A
+    host name and an id alone may be those of two processes, in two containers. Empty where the system has no names."""
+    with suppress(OSError, ValueError, IndexError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if state not in "ZX":
+            return f"{boot} {os.readlink('/proc/self/ns/pid')} {pid} {fields[18]}"
     return ""
 
 
-def _has_ended(process: str) -> bool:
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, ValueError, OverflowError):
-        return False
-    return False
+def _has_ended(process: str) -> bool | None:
+    """Whether a process of this machine has ended; None for one that this process cannot see."""
+    *place, pid, _ = process.split(" ") if process.count(" ") == 3 else ("", "", "")
+    if not pid.isdecimal() or place != _process_name(os.getpid()).split(" ")[:-2]:
+        return None
+    return _process_name(int(pid)) != process
 
 
 class PruneGuard:
@@ -200,6 +237,7 @@ class PruneGuard:
         self._store = store
         self._monotonic_s = monotonic_s
         self._seen: dict[str, tuple[bytes, float]] = {}  # lease -> its content, and when it was first seen so
+        self._notice: _Beating | None = None
         self._announced = True  # by a run before this one, perhaps
 
     def spare(self, doomed: Iterable[int]) -> set[int]:
@@ -221,16 +259,32 @@ class PruneGuard:
 
     def settle(self) -> None:
         """Nothing is about to be deleted any more: the numbers of those that went may be saved again."""
+        if self._notice is not None:
+            self._notice.stop()
+            self._notice = None
         if self._announced:
             with suppress(StoreError):  # a reader skips steps that are no longer doomed, until the next save
                 self._store.delete(paths.DOOMED_KEY)
                 self._announced = False
 
+    def close(self) -> None:
+        """Ends an announcement that is left."""
+        if self._notice is not None:
+            self.settle()
+
     def announce(self, steps: set[int]) -> None:
-        """Announces that `steps` are about to be deleted, even if a process reads them. Cost: a put. Raises
-        `StoreError`."""
+        """Announces that `steps` are about to be deleted, even if a process reads them, until `settle`. Cost: a put,
+        and a thread that renews it. Raises `StoreError`."""
         self._announced = True
-        self._store.put(paths.DOOMED_KEY, json.dumps({"steps": sorted(steps)}).encode())
+        if self._notice is not None:
+            self._notice.stop()
+        record = {"steps": sorted(steps)}
+        self._notice = _Beating(self._store, paths.DOOMED_KEY, record, _LEASE_S, self._monotonic_s)
+
+    @property
+    def lost(self) -> bool:
+        """Whether readers may not see the announcement any more: nothing more may be deleted."""
+        return self._notice is not None and self._notice.lost
 
     def leased(self, steps: Collection[int]) -> set[int]:
         """Those of `steps` that a reader uses, or that are pinned. Cost: a listing, a small read per lease.
@@ -262,14 +316,27 @@ class PruneGuard:
         return steps if leased is None else steps & leased
 
 
-def announced_deletions(store: Store) -> set[int]:
-    """The steps that the writer, or a command, is about to delete. Cost: a small read, a listing, one small read for
-    each command that deletes. Raises `StoreError`."""
+def announced_deletions(
+    store: Store, steps: Collection[int] | None = None, *, monotonic_s: Callable[[], float] = clock.monotonic_s
+) -> set[int]:
+    """Those of `steps` (None: of all) that the writer, or a command, is about to delete. Notices of processes that have
+    died do not count. Raises `StoreError`.
+
+    Cost: a small read, a listing, one small read for each command that deletes. A notice of another machine that names
+    one of `steps` is watched, for at most a minute (`_state_of`).
+    """
+
+    def named(record: dict[str, Any]) -> set[int]:
+        with suppress(*_UNREADABLE):  # a damaged one names nothing: who deletes writes it anew
+            found = {int(step) for step in record["steps"]}
+            return found if steps is None else found & set(steps)
+        return set()
+
     names = [name for name in store.list(paths.LEASES_DIR) if paths.is_announcement(name)]
     found = set[int]()
     for key in (paths.DOOMED_KEY, *(f"{paths.LEASES_DIR}/{name}" for name in names)):
-        with suppress(FileNotFoundError, *_UNREADABLE):  # a damaged one names nothing: who deletes writes it anew
-            found |= {int(step) for step in json.loads(store.get(key))["steps"]}
+        state, record = _state_of(store, key, monotonic_s, lambda record: bool(named(record)))
+        found |= named(record) if state == "lives" else set()
     return found
 
 
@@ -307,12 +374,11 @@ def put_pin(store: Store, step: int, reason: str = "") -> None:
     deleted: the pin came too late.
     """
     record: dict[str, Any] = {"step": step, "reason": reason, "at_s": round(clock.wall_s(), 3)}
-    holder = f"{socket.gethostname()}:{os.getpid()}"
     key = f"{paths.LEASES_DIR}/{paths.pin_name(step)}"
     known = store.stat(key) is not None
     shield_records(store)
-    store.put(key, json.dumps({**record, "holder": holder}).encode())
-    if not known and step in announced_deletions(store):
+    store.put(key, json.dumps({**record, **_holder()}).encode())
+    if not known and announced_deletions(store, [step]):
         store.delete(key)
         raise CheckpointError(f"step {step} in {store.url} is being deleted; it cannot be pinned any more", step=step)
 
