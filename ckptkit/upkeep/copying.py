@@ -25,7 +25,7 @@ from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
 from ckptkit.formats.ranges import open_ranges
 from ckptkit.model import paths
-from ckptkit.store import open_store, put_new
+from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import make_durable, remove_empty, require_free, sync_directory, sync_tree
 from ckptkit.store.quarantine import alone_at
@@ -52,7 +52,8 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     The target holds a complete, verified step or no step. Its objects are copied first, then verified, then its commit
     marker is written. Cells of ckptkit are compared with the digests of the save; objects of stock Orbax and small
     files with the bytes that were read. In a root of ckptkit the step is leased while it is read, so that a running job
-    does not prune it. The epoch records of a root are copied first, so that abandoned steps stay abandoned.
+    does not prune it. The epoch records of a root, or the claim of a new epoch (`--as newest`), are written when the
+    first step is verified, before its mark: abandoned steps stay abandoned, and a refused copy changes nothing.
 
     An interrupted copy leaves no step; `resume` continues where it stopped, without it the copy begins again. Cost:
     every byte is read from the source once and from the target once; 128 MiB are held, and the verification's memory.
@@ -68,13 +69,12 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     damaged: list[CorruptCheckpointError] = []
     with _with_notes(done, plan.problems, damaged), _leased(plan, timeout_s, notes) as kept:
         shield_records(target)
-        if plan.adoption is not None:
-            EpochRecords(target).advance(plan.adoption.before, plan.adoption.after)
-        if plan.ancestry is not None:
-            _copy_records(plan.ancestry, EpochRecords(open_store(plan.source)), EpochRecords(target))
+        records = _Records(plan, target)
         for each in plan.steps:
+            if each.act == "skip" and not target.properties.atomic_rename:
+                open_store(each.target, deadline_s=timeout_s).delete(JOURNAL)  # of a copy that died after its mark
             if each.act == "copy":
-                copying = _Copying(each, plan.adoption, timeout_s, _shifted(progress, before, total))
+                copying = _Copying(each, plan.adoption, records, timeout_s, _shifted(progress, before, total))
                 try:
                     why = copying.run(resume=resume) if each.step in kept else "its job is deleting it"
                 except CorruptCheckpointError as error:
@@ -85,6 +85,8 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
                 each = each if why is None else replace(each, act="leave", reason=why)
                 before += each.stored_bytes
             done.append(each)
+        if done:
+            records.write()
         for error in damaged:
             raise error
     return replace(plan, done=True, steps=tuple(done), notes=tuple(notes))
@@ -114,13 +116,37 @@ def _check_room(plan: CopyPlan) -> None:
     require_free(above, plan.copied_bytes, target=plan.target)
 
 
-def _copy_records(ancestry: Ancestry, source: EpochRecords, target: EpochRecords) -> None:
-    if target.read() == ancestry:
-        return
-    with suppress(FileExistsError):  # an earlier run of this copy, or another with the same content
-        source.copy_newest(target)
-    if target.read() != ancestry:
-        raise CheckpointError("a run has begun at the source or the target meanwhile; nothing was copied, run it again")
+@final
+class _Records:
+    """The epoch records that belong to the copied steps. They fence off a running job of the target, so they are
+    written late: when the first step has arrived and is verified, before its mark.
+
+    Raises `CheckpointError` where a run has begun since the plan was made, at once and in `write`.
+    """
+
+    def __init__(self, plan: CopyPlan, target: Store):
+        self._plan, self._target = plan, EpochRecords(target)
+        self._written = False
+        if plan.adoption is not None:
+            self._target.advance(plan.adoption.before, None)
+
+    def write(self) -> None:
+        """Writes them, once."""
+        if self._written:
+            return
+        if self._plan.adoption is not None:
+            self._target.advance(self._plan.adoption.before, self._plan.adoption.after)
+        if self._plan.ancestry is not None:
+            self._copy(self._plan.ancestry, EpochRecords(open_store(self._plan.source)))
+        self._written = True
+
+    def _copy(self, ancestry: Ancestry, source: EpochRecords) -> None:
+        if self._target.read() == ancestry:
+            return
+        with suppress(FileExistsError):  # an earlier run of this copy, or another with the same content
+            source.copy_newest(self._target)
+        if self._target.read() != ancestry:
+            raise CheckpointError("a run has begun at the source or the target meanwhile; run it again")
 
 
 @contextmanager
@@ -149,8 +175,15 @@ class _Copying:
     """One step that is being copied. On a disk it has a temporary name; in a bucket it is not a step without its
     marker."""
 
-    def __init__(self, step: CopyStep, adoption: Adoption | None, timeout_s: float, progress: Moved | None):
-        self._step, self._adoption = step, adoption
+    def __init__(
+        self,
+        step: CopyStep,
+        adoption: Adoption | None,
+        records: _Records,
+        timeout_s: float,
+        progress: Moved | None,
+    ):
+        self._step, self._adoption, self._records = step, adoption, records
         self._root, _, self._name = step.target.rpartition("/")
         renamed = properties_of(step.target).atomic_rename
         self._place = step.target + _PART if renamed else step.target
@@ -226,9 +259,15 @@ class _Copying:
             self._remove()
             raise
         if self._adoption is not None:
-            items = step_items(Place.open(self._place, timeout_s=self._timeout_s))
-            restamp_sidecars(self._store, items, self._adoption.save_id)
+            self._restamp(self._adoption)
+        self._records.write()
         self._commit()
+
+    def _restamp(self, adoption: Adoption) -> None:
+        self._arrived = {key: each for key, each in self._arrived.items() if paths.SIDECAR_DIR not in key.split("/")}
+        self._write_journal()  # a copy that is resumed reads the sidecars again: here they change
+        items = step_items(Place.open(self._place, timeout_s=self._timeout_s))
+        restamp_sidecars(self._store, items, adoption.save_id)
 
     def _begin(self, resume: bool) -> None:
         names = self._store.list("")
@@ -313,10 +352,10 @@ class _Copying:
             for item in step_items(Place.open(self._place, timeout_s=self._timeout_s)):
                 if f"{item}/{paths.COMMIT_MARK}" not in self._arrived:  # a disk's items of stock Orbax have none
                     store.put(f"{item}/{paths.COMMIT_MARK}", text)
-            store.delete(JOURNAL)
             if store.properties.file_system:
                 sync_tree(self._place)
             self._put_mark(text)
+            store.delete(JOURNAL)  # last: without it and without a mark, nobody could tell what the objects are
             return
         store.delete(JOURNAL)
         if paths.COMMIT_MARK in self._step.sizes or self._adoption is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,17 @@ from hypothesis import strategies as st
 import ckptkit
 from ckptkit.cli import main
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords, Rollback
-from ckptkit.errors import CheckpointError, SaveFailedError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, SaveFailedError
+from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import copy, copying, plan_copy, plan_rollback, rollback
 from ckptkit.upkeep.adoption import plan_adoption
+from tests.durable.test_leases import ended_process
 from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
 from tests.upkeep.test_copy import stock_value
-from tests.upkeep.test_prune import steps_in
+from tests.upkeep.test_prune import flip, steps_in
 
 
 @pytest.fixture(params=["disk", pytest.param("bucket", marks=pytest.mark.long)])
@@ -104,6 +108,45 @@ def test_stock_step_gets_an_identity(run: str, tmp_path: Path, adopted: Any, ste
     copy(plan_copy(str(tmp_path / "stock/5000"), run, adopted=adopted, as_step=step))
     assert restored(run)[0] == newest
     assert restored(run, step) == (step, 5)
+
+
+def test_refused_copy_claims_nothing(run: str, other: Path, tmp_path: Path) -> None:
+    """The running job of the target would die at its next save, for a copy that was never made."""
+    flip(other, 50)
+    with manager_of(run) as manager:
+        manager.restore(None)
+        save(manager, 2001)
+        before = EpochRecords(open_store(run)).read()
+        with pytest.raises(CorruptCheckpointError, match="50 is damaged, or was damaged on the way, and is not copied"):
+            copy(plan_copy(str(other / "50"), run, adopted="newest", as_step=2050))
+        assert EpochRecords(open_store(run)).read() == before
+        save(manager, 2100)
+    assert restored(run)[0] == 2100
+    with pytest.raises(CorruptCheckpointError, match="is damaged"):
+        copy(replace(plan_copy(str(other), str(tmp_path / "into")), steps=plan_copy(str(other), run + "-2").steps[-1:]))
+    assert EpochRecords(open_store(str(tmp_path / "into"))).read().epoch == 0, "nor the records of a root"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_adoption_that_died_before_its_commit_is_completed(
+    other: Path, tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch, place: str, resume: bool
+) -> None:
+    """Its sidecars have the new identity already, and the sound source would be called damaged."""
+    del server
+    into = str(tmp_path / "into") if place == "disk" else "gs://runs/into"
+    make_root(into, [1])
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copying._Copying, "_commit", dies)
+        with pytest.raises(KeyboardInterrupt):
+            copy(plan_copy(str(other / "50"), into, adopted="newest"))
+    assert copy(plan_copy(str(other / "50"), into, adopted="newest"), resume=resume).done
+    assert restored(into) == (50, 50)
+    assert {proof.state for proof in ckptkit.verify(into).steps} == {"proven"}
 
 
 def test_run_that_is_under_way_is_fenced_off_by_a_newest_copy(run: str, other: Path) -> None:
@@ -238,12 +281,8 @@ def test_claim_of_a_dead_process_is_taken_over(tmp_path: Path, server: BucketSer
     root, into = tmp_path / "run", "gs://runs/into"
     make_root(root, [1])
     store = open_store(into)
-    import socket
-
-    from ckptkit.model import paths
-
-    record = f'{{"steps": [], "lease_s": 60, "beat": 3, "holder": "{socket.gethostname()}:{2**22 + 1}"}}'
-    store.put(f"{paths.LEASES_DIR}/{paths.claim_name('1')}", record.encode())
+    record = {"steps": [], "lease_s": 60, "beat": 3, "holder": "here:7", "process": ended_process()}
+    store.put(f"{paths.LEASES_DIR}/{paths.claim_name('1')}", json.dumps(record).encode())
     copy(plan_copy(str(root), into))
     assert restored(into) == (1, 1)
 

@@ -13,6 +13,7 @@ import pytest
 import ckptkit
 from ckptkit.durable.lifecycle.epochs import EpochRecords
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from ckptkit.model import paths
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 from ckptkit.upkeep import copy, copying, plan_copy, plan_rollback, rollback
@@ -186,6 +187,34 @@ def test_copy_resumes_after_an_interruption_at_any_object(
     assert count > 1
 
 
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("marked", [False, True], ids=["before the mark", "after the mark"])
+def test_copy_that_died_at_its_mark_is_completed(
+    tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch, marked: bool, resume: bool
+) -> None:
+    """The step would have no journal and no mark, and every later copy would refuse it as another's."""
+    root = tmp_path / "run"
+    make_root(root, (1,))
+    real = copying.commit_mark
+
+    def dies(*args: Any) -> None:
+        if marked:
+            real(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copying, "commit_mark", dies)
+        with pytest.raises(KeyboardInterrupt):
+            copy(plan_copy(str(root), BUCKET))
+    assert ckptkit.latest_step(BUCKET) == (1 if marked else None)
+    if marked:
+        assert restored(BUCKET) == (1, 1)
+        assert {proof.state for proof in ckptkit.verify(BUCKET).steps} == {"proven"}
+    assert copy(plan_copy(str(root), BUCKET), resume=resume).done
+    assert restored(BUCKET) == (1, 1)
+    assert not [key for key in open_store(BUCKET).list_all("1") if key.endswith(paths.COPY_JOURNAL)]
+
+
 def test_lost_mark_response_does_not_fail_the_copy(tmp_path: Path, server: BucketServer) -> None:
     """The client below repeats the put, and a complete copy would be reported as an obstacle to itself."""
     root = tmp_path / "run"
@@ -208,7 +237,6 @@ def test_copy_of_another_source_is_not_resumed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     shutil.rmtree(root)
     make_root(root, (0, 1))
-    shutil.rmtree(into / "_ckptkit")
     assert copy(plan_copy(str(root), str(into)), resume=True).done
     assert {verdict.state for verdict in ckptkit.verify(str(into)).steps} == {"proven"}
 
