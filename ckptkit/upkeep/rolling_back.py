@@ -128,7 +128,7 @@ def rollback(plan: RollbackPlan, *, timeout_s: float = 20.0) -> RollbackPlan:
     Abandoned saves stay until they are pruned, or their numbers are saved again. A rollback cannot be undone.
 
     The step is leased, so that no running job and no `prune` deletes it, and looked at once more: a record never names
-    a step that is gone.
+    a step that was deleted.
 
     Cost: five small writes, and a look at every step. Raises `CheckpointError` where a run has begun or gone back since
     the plan was made, or a process deletes the step; `StepNotFoundError` where it was deleted.

@@ -142,7 +142,7 @@ def notice(**fields: Any) -> bytes:
 def test_notice_of_a_dead_process_blocks_no_reader(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """A prune or a job that was killed would lock its steps: no pin, no conversion, no repair, for ever."""
+    """A prune or a job that was killed would lock its steps: no pin, no conversion, no repair, without an end."""
     clock, watched = Clock(), list[float]()
 
     def sleep(seconds: float) -> None:

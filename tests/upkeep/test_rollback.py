@@ -124,7 +124,7 @@ def test_rollback_of_a_stock_root_names_who_ignores_it(tmp_path: Path) -> None:
 def test_rollback_never_records_a_step_that_is_deleted_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Every newer step would be abandoned for one that is gone, and no restart would find a step."""
+    """Every newer step would be abandoned for one that was deleted, and no restart would find a step."""
     root = tmp_path / "run"
     make_root(root, (1, 2, 3))
     plan = plan_rollback(str(root), 1, host_id=HOST)
