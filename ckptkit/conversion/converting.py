@@ -358,7 +358,7 @@ def _notes(source: Checkpoint, tensors: Tensors, to: TargetFormat, quantization:
     """The parts that are left out, or written in another form."""
     notes = [f"damaged: {each}" for each in source.facts.problems]
     notes += [f"left out: {each}" for each in no_arrays(source)]
-    notes += source.facts.notes if source.format == "safetensors" else ()
+    notes += source.facts.notes if source.format in ("safetensors", "npz") else ()
     keys = [name for name, tensor in tensors.items() if tensor.leaf.key_impl]
     if keys and to != "orbax":
         notes.append(f"PRNG keys are stored as their key data, with a note of their kind: {', '.join(keys[:5])}")
