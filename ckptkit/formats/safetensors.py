@@ -18,7 +18,7 @@ from ckptkit.durable.lifecycle.places import Place, readable
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS, SAFETENSORS_WORDS, checked_shape, noted
 from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges, ranges_to_keep
-from ckptkit.formats.tensors import Checkpoint, FileSpan, FormatFacts, Tensor, left_out
+from ckptkit.formats.tensors import LEAVES_MAX, Checkpoint, FileSpan, FormatFacts, Tensor, left_out
 from ckptkit.model.leaf_info import LeafInfo, name_of
 
 SUFFIX = ".safetensors"
@@ -150,6 +150,8 @@ def _tensors(ranges: Ranges) -> tuple[list[Tensor], list[str]]:
     with readable(ranges.path):
         header = json.loads(ranges.read(8, length), object_pairs_hook=_without_repeats)
         metadata = header.pop("__metadata__", None) or {}
+        if len(header) > LEAVES_MAX:
+            raise ValueError(f"more than {LEAVES_MAX} tensors")
         notes = json.loads(metadata.get(NOTES, "{}"))
         tensors = [_tensor(ranges, 8 + length, name, entry, notes.get(name)) for name, entry in header.items()]
         _check_spans(ranges, 8 + length, tensors)
