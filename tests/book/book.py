@@ -272,7 +272,7 @@ class Book:
         return found
 
     def _line(self, segment: Segment | None, root: Root) -> Iterator[Segment]:
-        """A segment, and those that it continues. A root that knows of it knows of what those of its run have abandoned;
+        """A segment, and those that it continues. A root that knows of it knows what those of its run have abandoned;
         of another run, which could not record itself, perhaps."""
         while segment is not None:
             yield segment
