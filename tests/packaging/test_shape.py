@@ -28,6 +28,8 @@ LONG_RECORDS = {
     "Result",  # a row of `ckptkit simulate --json`
     # Not public:
     "Save",  # gains its fields as it advances, in the order of the flow: one object in place of a chain of records
+    "Restore",  # the same, of a restore
+    "Restored",  # what a restore leaves for its caller, its run and its log line
 }
 
 
