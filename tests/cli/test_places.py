@@ -123,6 +123,19 @@ def test_nothing_is_written_into_a_step_item_or_record(ckpt: Run, home: Home, pl
     assert home.content() == before
 
 
+def test_directory_without_a_run_is_no_root(ckpt: Run, home: Home, tmp_path: Path) -> None:
+    """`0 copies, 0 damaged` of a wrong path would pass for good news."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/model.safetensors").write_bytes((home.path / "m.safetensors").read_bytes())
+    (tmp_path / "empty").mkdir()
+    for command in ("scrub {path}", "steps {path}", "du {path}", "doctor {path}", "prune {path} --keep newest=1"):
+        said = ckpt(*command.format(path=tmp_path / "notes").split())
+        assert (said.code, "no step, and no record of a run; name the dir" in said.err) == (10, True), (command, said)
+        said = ckpt(*command.format(path=home.path).split())
+        assert (said.code, "name one of the roots in it: run, stock" in said.err) == (10, True), (command, said)
+        assert ckpt(*command.format(path=tmp_path / "empty").split()).code == 0, command
+
+
 def test_root_itself_and_new_places_are_taken(ckpt: Run, home: Home, tmp_path: Path) -> None:
     """A root would be refused for what lies near it."""
     for name in ("pin {path} 200", "unpin {path} 200", "steps {path}", "scrub {path}", "du {path}"):

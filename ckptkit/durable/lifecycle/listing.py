@@ -30,6 +30,8 @@ from ckptkit.durable.lifecycle.places import (
     content_in,
     is_committed,
     item_kind,
+    no_directory,
+    nothing_at,
     readable,
     require_possible_root,
     step_items,
@@ -168,6 +170,20 @@ def read_root(
         names=names,
         left_out={why: found for why, found in by_reason.items() if found},  # pyright: ignore[reportArgumentType]
     )
+
+
+def require_root(place: Place, found: RootSteps) -> None:
+    """Raises `StepNotFoundError` if the directory does not exist, or has neither a step nor a record of a run. An empty
+    directory is a root: its run has saved nothing yet. Cost: where it raises, a look into a few directories."""
+    names = place.names()
+    if found.steps or found.left_out or f"{paths.SIDECAR_DIR}/" in names:
+        return
+    if names:
+        below = [name for name in place.directories()[:_LOOKS] if content_in(place.below(name)) == "root"]
+        which = f"name one of the roots in it: {first_of(below, 5)}" if below else "name the directory with the steps"
+        raise nothing_at(place.url, f"it has no step, and no record of a run; {which}")
+    if not os.path.isdir(place.url):
+        raise no_directory(place.url, "there is no such root; check the path")
 
 
 def certified_in(place: Place) -> frozenset[SaveId]:

@@ -254,7 +254,8 @@ class OtherPlace:
         if self.root is not None:
             remedy = f"name the root, {self.root}, or for a new root a place outside"
         elif self.kind in ("slots", "tier"):
-            remedy = f"name the durable root, and a fast tier with --tier (`{command_line('tiers', 'list', self.at)}`)"
+            tiers = "a fast tier with --tier; a fast tier's slots are <tier>/<job>/<host id>/<rank>"
+            remedy = f"name the durable root, and {tiers} (`{command_line('tiers', 'list', self.at)}`)"
         else:
             remedy = f"it has no root; `{command_line('verify', self.at)}` and `inspect` take it"
         return nothing_at(self.url, f"{self.words}, and a root with steps is expected: {remedy}")
