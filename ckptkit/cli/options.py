@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from collections.abc import Callable, Sequence
@@ -86,7 +87,10 @@ class _Seconds(click.FloatRange):
         """The seconds, or click's message."""
         found = _TIME.fullmatch(value) if isinstance(value, str) else None
         number: Any = value if found is None else float(found[1]) * _TIME_UNITS[found[2]]
-        return super().convert(number, param, ctx)
+        seconds = super().convert(number, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not a number of seconds", param, ctx)
+        return seconds
 
 
 SIZE = Parsed("size", _size_bytes)

@@ -20,7 +20,7 @@ from ckptkit.conversion.destination import (
     require_unchanged,
     target_url,
 )
-from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
+from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, require_readable, write_frame, write_tensor
 from ckptkit.conversion.item_writer import require_tree, write_step
 from ckptkit.conversion.journal import Journal, fingerprint
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped
@@ -153,6 +153,7 @@ def plan_convert(
         shards = _shards(tensors, shard_bytes)
         names = [f"model-{at + 1:05d}-of-{len(shards):05d}{SUFFIX}" for at in range(len(shards))]
         files = tuple(plan_file(name, "safetensors", shard) for name, shard in zip(names, shards, strict=True))
+        require_readable(f"model{INDEX}", len(_index(files, tensors)))
     elif to != "orbax":
         flat: FlatFormat = to
         files = (plan_file(os.path.basename(target), flat, tensors),)
@@ -244,15 +245,19 @@ def _write_files(
             os.fsync(made.fileno())
         journal.add([member.tensor for member in named])
     if plan.to == "hf":
-        mapping = {member.tensor: file.name for file in plan.files for member in file.members if member.tensor}
-        size = sum(tensor.nbytes for tensor in plan.tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": mapping}
         files = dict(beside)
         quantization = plan.measured.quantization
         if quantization is not None and quantization.config is not None:
             config = {**json.loads(files.get(CONFIG, b"{}")), **quantization.config}
             files[CONFIG] = json.dumps(config, indent=1).encode()
-        target.put([*files.items(), (f"model{INDEX}", json.dumps(index, indent=1).encode())])
+        target.put([*files.items(), (f"model{INDEX}", _index(plan.files, plan.tensors))])
+
+
+def _index(files: Sequence[FlatFile], tensors: Tensors) -> bytes:
+    """The index of a model in several files."""
+    mapping = {member.tensor: file.name for file in files for member in file.members if member.tensor is not None}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": mapping}, indent=1).encode()
 
 
 def _write_tensors(
@@ -356,9 +361,8 @@ def no_arrays(source: Checkpoint) -> list[str]:
 
 def _notes(source: Checkpoint, tensors: Tensors, to: TargetFormat, quantization: QuantizedWeights | None) -> list[str]:
     """The parts that are left out, or written in another form."""
-    notes = [f"damaged: {each}" for each in source.facts.problems]
-    notes += [f"left out: {each}" for each in no_arrays(source)]
-    notes += source.facts.notes if source.format == "safetensors" else ()
+    notes = [f"left out: {each}" for each in no_arrays(source)]
+    notes += source.facts.notes if source.format in ("safetensors", "npz") else ()
     keys = [name for name, tensor in tensors.items() if tensor.leaf.key_impl]
     if keys and to != "orbax":
         notes.append(f"PRNG keys are stored as their key data, with a note of their kind: {', '.join(keys[:5])}")

@@ -23,9 +23,9 @@ from ckptkit.conversion.passes import read_ahead
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS_WORDS, TORCH_WORDS, note_of, stored_as
 from ckptkit.formats.npz import known_dtypes
-from ckptkit.formats.ranges import c_strides
+from ckptkit.formats.ranges import METADATA_BYTES_MAX, c_strides
 from ckptkit.formats.safetensors import NOTES
-from ckptkit.formats.tensors import Tensor
+from ckptkit.formats.tensors import LEAVES_MAX, Tensor
 from ckptkit.formats.torch import NOTES as TORCH_NOTES
 from ckptkit.formats.torch import STORAGE_OF
 from ckptkit.model.boxes import Box
@@ -39,6 +39,7 @@ _ROOT = "archive"
 _AT_ONCE_BYTES = 1 << 20
 _NAME_BYTES_MAX = 0xFFFF  # of a zip member (APPNOTE 4.4.10)
 _SHOWN = 60  # characters of a name in a message
+_PARTS = "choose a part with `ckptkit extract`, or convert to a directory (hf, orbax)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +67,19 @@ class FlatFile:
 
 
 def plan_file(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
-    """The layout of one file. Pure. Raises `CheckpointError` for a name that the format cannot have."""
+    """The layout of one file. Pure. Raises `CheckpointError` for a name that the format cannot have, and for more
+    tensors than could be read again."""
+    if len(tensors) > LEAVES_MAX:
+        raise CheckpointError(f"{name} would have {len(tensors)} tensors, and at most {LEAVES_MAX} are read; {_PARTS}")
     if format == "safetensors":
         return _plan_safetensors(name, tensors)
     return _plan_zip(name, format, tensors)
+
+
+def require_readable(what: str, nbytes: int) -> None:
+    """Raises `CheckpointError` where a header, pickle, directory or index is larger than what is read of one."""
+    if nbytes > METADATA_BYTES_MAX:
+        raise CheckpointError(f"{what} would have {nbytes} bytes, and at most {METADATA_BYTES_MAX} are read; {_PARTS}")
 
 
 def write_tensor(writes: FileWrites, plan: FlatFile, member: Member, tensor: Tensor, memory_bytes: int) -> int | None:
@@ -153,6 +163,7 @@ def _plan_safetensors(name: str, tensors: Tensors) -> FlatFile:
     text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
     # So that the tensors begin at a multiple of 8, as the format asks; large ones with a page, as direct I/O does.
     text += b" " * (-(8 + len(text)) % (PAGE_BYTES if at >= _AT_ONCE_BYTES else 8))
+    require_readable(f"the header of {name}", len(text))
     base = 8 + len(text)
     members = [Member(start=0, size=base, data=struct.pack("<Q", len(text)) + text)]
     members += [Member(start=base + start, size=size, tensor=key) for key, start, size in places]
@@ -171,7 +182,9 @@ def _plan_zip(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
             comment = b"" if note is None else json.dumps(note).encode()
             packer.add(f"{key}.npy", _npy_header(tensor), key, tensor.nbytes, comment)
     else:
-        packer.add(f"{_ROOT}/data.pkl", _torch_pickle(tensors))
+        pickle = _torch_pickle(tensors)
+        require_readable(f"the pickle in {name}", len(pickle))
+        packer.add(f"{_ROOT}/data.pkl", pickle)
         packer.add(f"{_ROOT}/byteorder", b"little")
         notes = {
             key: note
@@ -183,6 +196,8 @@ def _plan_zip(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
         for number, (key, tensor) in enumerate(tensors.items()):
             packer.add(f"{_ROOT}/data/{number}", b"", key, tensor.nbytes)
         packer.add(f"{_ROOT}/version", b"3\n")
+    entries = [_ENTRY_BYTES + len(each.name.encode()) + len(each.comment) for each in packer.members if each.name]
+    require_readable(f"the directory of {name}", sum(entries))
     return FlatFile(name=name, format=format, members=tuple(packer.members), size=packer.at)
 
 
@@ -227,6 +242,7 @@ class _Packer:
             self.members.append(Member(start=data_at + len(head), size=size, tensor=tensor, before=head))
 
 
+_ENTRY_BYTES = 46 + 28  # of a member in the directory of a zip, besides its name and comment
 _EXTRA = struct.Struct("<HHQQ")  # zip64: sizes of 8 bytes, for small members too
 
 

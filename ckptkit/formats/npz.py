@@ -1,4 +1,4 @@
-"""NumPy's npz: a zip archive of npy files. Object arrays are pickles, and are refused.
+"""NumPy's npz: a zip archive of npy files. Arrays without numbers (text, dates, records, objects) are left out.
 
 NumPy's format has no names for bfloat16 and similar dtypes, and writes them as raw bytes (`V2`). The comment of the
 archive's member, which NumPy ignores, records the dtype (`formats.dtypes`).
@@ -13,18 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.durable.lifecycle.places import readable
+from ckptkit.durable.lifecycle.places import nothing_at, readable
 from ckptkit.formats.dtypes import checked_shape, noted
 from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, ranges_to_keep
-from ckptkit.formats.tensors import Checkpoint, FileSpan, Tensor
+from ckptkit.formats.tensors import Checkpoint, FileSpan, FormatFacts, Tensor, left_out
 from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_info import LeafInfo
+from ckptkit.util.words import first_of
 
 SUFFIX = ".npy"
 _MAGIC = b"\x93NUMPY"
 _HEADER_BYTES_MAX = 10_000  # NumPy's own bound
 _KINDS = "biufcV"
+_OTHERS = {"U": "text", "S": "text", "M": "dates", "m": "durations", "O": "objects, which are pickles"}
 
 
 def open_npz(path: str) -> Checkpoint:
@@ -33,16 +35,29 @@ def open_npz(path: str) -> Checkpoint:
     An array that is compressed is read in order: cheap from its first block to its last. One that is read so, and to
     its end, is compared with the archive's checksum.
     """
+    tensors: list[Tensor] = []
+    not_read: list[str] = []
     with ranges_to_keep(path) as ranges:
-        tensors = [_tensor(ranges, entry) for name, entry in read_entries(ranges).items() if name.endswith(SUFFIX)]
+        for name, entry in read_entries(ranges).items():
+            try:
+                tensors.append(_tensor(ranges, entry))
+            except _NotReadError as why:
+                not_read.append(f"{name.removesuffix(SUFFIX)} ({why})")
+        if not_read and not tensors:
+            raise nothing_at(path, f"it is a zip archive with no array of numbers: {first_of(not_read, 5)}")
     compressed = sum(not tensor.spans for tensor in tensors if tensor.nbytes)
     return Checkpoint(
         path=path,
         format="npz",
         tensors=tensors,
         layout=f"zip, {compressed} of {len(tensors)} arrays compressed",
+        facts=FormatFacts(notes=left_out("members", not_read)),
         close=ranges.close,
     )
+
+
+class _NotReadError(Exception):
+    """A sound member that holds no numbers: what it holds."""
 
 
 def known_dtypes() -> frozenset[np.dtype[Any]]:
@@ -53,6 +68,8 @@ def known_dtypes() -> frozenset[np.dtype[Any]]:
 
 
 def _tensor(ranges: Ranges, entry: ZipEntry) -> Tensor:
+    if not entry.name.endswith(SUFFIX):
+        raise _NotReadError("not an array")
     inner = EntryRanges(ranges, entry, summed=True)  # as NumPy does; torch's archives may be written without sums
     with readable(inner.path):
         stored, fortran, shape, start = _header(inner)
@@ -100,9 +117,11 @@ def _header(ranges: EntryRanges) -> tuple[np.dtype[Any], bool, tuple[int, ...], 
         descr, fortran, shape = facts["descr"], facts["fortran_order"], facts["shape"]
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"its header cannot be read: {error}") from error
-    if not isinstance(descr, str) or "O" in descr:
-        raise ValueError(f"dtype {str(descr)[:60]!r}: objects (pickles) and records are not read")
+    if isinstance(descr, list):
+        raise _NotReadError("records")
     dtype = np.dtype(descr)
+    if dtype.kind in _OTHERS:
+        raise _NotReadError(_OTHERS[dtype.kind])
     if dtype.kind not in _KINDS or dtype.itemsize == 0 or type(fortran) is not bool or not isinstance(shape, tuple):
         raise ValueError(f"dtype {descr!r}, shape {shape!r}")
     return dtype, fortran, checked_shape(shape), 8 + width + length

@@ -18,9 +18,8 @@ from ckptkit.durable.lifecycle.places import Place, readable
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS, SAFETENSORS_WORDS, checked_shape, noted
 from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges, ranges_to_keep
-from ckptkit.formats.tensors import Checkpoint, FileSpan, FormatFacts, Tensor
+from ckptkit.formats.tensors import LEAVES_MAX, Checkpoint, FileSpan, FormatFacts, Tensor, left_out
 from ckptkit.model.leaf_info import LeafInfo, name_of
-from ckptkit.util.words import first_of
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -38,7 +37,7 @@ def open_safetensors(path: str) -> Checkpoint:
         format="safetensors",
         tensors=tensors,
         layout="one file",
-        facts=FormatFacts(notes=_left_out("metadata", metadata)),
+        facts=FormatFacts(notes=left_out("metadata", metadata)),
         close=ranges.close,
     )
 
@@ -85,9 +84,9 @@ def open_sharded(place: Place) -> Checkpoint:
         facts=FormatFacts(
             kind="directory",
             notes=(
-                *_left_out("tensors that the index does not name", unnamed),
-                *_left_out("files that the index does not name", _unlisted(place, files)),
-                *_left_out("metadata", list(metadata)),
+                *left_out("tensors that the index does not name", unnamed),
+                *left_out("files that the index does not name", _unlisted(place, files)),
+                *left_out("metadata", list(metadata)),
             ),
         ),
         close=close,
@@ -139,11 +138,6 @@ def _require_whole_sets(place: Place, names: Sequence[str], lacking_are: str) ->
             )
 
 
-def _left_out(what: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Descriptions of the parts of a file that are neither read nor converted."""
-    return (f"not read: {what}: {first_of(names, _NAMED)}",) if names else ()
-
-
 def _tensors(ranges: Ranges) -> tuple[list[Tensor], list[str]]:
     """The tensors of a file, and the names of its writer's other entries."""
     length = int.from_bytes(ranges.read(0, 8), "little")
@@ -156,6 +150,8 @@ def _tensors(ranges: Ranges) -> tuple[list[Tensor], list[str]]:
     with readable(ranges.path):
         header = json.loads(ranges.read(8, length), object_pairs_hook=_without_repeats)
         metadata = header.pop("__metadata__", None) or {}
+        if len(header) > LEAVES_MAX:
+            raise ValueError(f"more than {LEAVES_MAX} tensors")
         notes = json.loads(metadata.get(NOTES, "{}"))
         tensors = [_tensor(ranges, 8 + length, name, entry, notes.get(name)) for name, entry in header.items()]
         _check_spans(ranges, 8 + length, tensors)

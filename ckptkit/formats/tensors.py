@@ -15,12 +15,14 @@ from ckptkit.inspection.records import SaveOrigin
 from ckptkit.model.boxes import Box, blocks_of, cell_shape
 from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.manifest import describe
+from ckptkit.util.words import first_of
 
 Format = Literal["orbax", "slot", "safetensors", "npz", "msgpack", "torch"]
 
 MEMORY_BYTES = 1 << 30  # the default budget of everything that reads or writes tensors
 LEAVES_MAX = 500_000  # of one checkpoint: about 1 KiB of memory each
 DEPTH_MAX = 64  # of nested containers
+_NAMED = 5  # in a note
 _BLOCK_SHARE = 8  # of the budget: what is read, what is made of it, and what libraries hold meanwhile
 _BLOCK_BYTES_MAX = 32 << 20  # larger blocks were not faster, and three to six of them are in memory at a time
 CELL_SHARE = 4  # of the budget: a zarr chunk is read whole
@@ -176,6 +178,11 @@ class FormatFacts:
     values: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+
+
+def left_out(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    """A note on the parts of a file that are neither read nor converted; none without `names`."""
+    return (f"not read: {what}: {first_of(names, _NAMED)}",) if names else ()
 
 
 def check_chunk(name: str, chunk_bytes: int, memory_bytes: int) -> None:

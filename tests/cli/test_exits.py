@@ -7,6 +7,8 @@ import logging
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +56,7 @@ HOSTILE = (
         (("inspect", "{root}", "--sort", "age"), 2, "'age' is not one of 'name', 'bytes'"),
         (("steps", "{root}", "--host-id", "../h1"), 2, "host id '../h1' cannot be a directory name"),
         (("steps", "{root}", "--tier", "gs://bucket/x"), 2, "'gs://bucket/x' is not a local directory"),
+        *((("steps", "{root}", "--timeout", each), 2, f"{each} is not a number of seconds") for each in ("nan", "inf")),
         (("inspect", "{home}/none"), 10, "there is no such file or directory; check the path"),
         (("inspect", "{home}/empty"), 10, "it is empty"),
         (("inspect", "{home}/some.txt"), 10, "first bytes are those of no format known here"),
@@ -304,6 +307,13 @@ def test_command_keeps_library_loggers(ckpt: Run, ours: Ours) -> None:
     before = logging.getLogger("gcsfs").level
     ckpt("inspect", ours.root)
     assert logging.getLogger("gcsfs").level == before
+
+
+def test_closed_output_is_no_error(mine: Ours) -> None:
+    """A script that wants the exit code alone would be told of an internal error."""
+    command = [sys.executable, "-m", "ckptkit", "steps", str(mine.root)]
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_mistyped_command_names_the_nearest(ckpt: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -167,3 +168,29 @@ def test_resume_is_refused_if_written_files_were_deleted(
     assert "leave --resume out" in said.err
     assert ckpt(*words).code == 0
     assert_same_bits(read(target), TREE)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "npz", "hf"])
+def test_nothing_is_written_that_is_not_read_again(
+    tmp_path: Path, ckpt: Run, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """A conversion of hundreds of thousands of leaves would end well, and its file be called damaged."""
+    layers: Any = {f"layer{at}": np.zeros(2, np.float32) for at in range(100)}
+    np.savez(tmp_path / "a.npz", **layers)
+    for module in ("conversion.flat_files", "formats.ranges", "formats.safetensors", "formats.torch"):
+        monkeypatch.setattr(f"ckptkit.{module}.METADATA_BYTES_MAX", 20_000)
+    assert ckpt("convert", tmp_path / "a.npz", tmp_path / f"fits.{to}", "--to", to).code == 0
+    assert ckpt("inspect", tmp_path / f"fits.{to}").code == 0
+    for limit in range(100, 20_000, 250):
+        for module in ("conversion.flat_files", "formats.safetensors", "formats.torch"):
+            monkeypatch.setattr(f"ckptkit.{module}.METADATA_BYTES_MAX", limit)
+        target = tmp_path / f"at-{limit}.{to}"
+        done = ckpt("convert", tmp_path / "a.npz", target, "--to", to)
+        if done.code:
+            assert (done.code, target.exists()) == (1, False)
+            assert "are read; choose a part" in done.err
+            continue
+        monkeypatch.setattr("ckptkit.formats.ranges.METADATA_BYTES_MAX", limit)
+        assert ckpt("inspect", target).code == 0, limit
+        return
+    raise AssertionError("no limit was enough")

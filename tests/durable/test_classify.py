@@ -225,7 +225,7 @@ class Pruning(WrapperStore):
 
 @pytest.mark.parametrize("root", ["disk", "gs://runs/run"])
 def test_step_that_is_deleted_during_the_look_is_not_damaged(tmp_path: Path, root: str, server: BucketServer) -> None:
-    """Beside a job that prunes, a person would be told now and then that steps are damaged."""
+    """While a job prunes, a command would call steps damaged now and then."""
     del server
     where, after, states = root if "://" in root else str(tmp_path / root), 0, set[str]()
     ended = False

@@ -329,3 +329,28 @@ def test_remote_file_is_read_by_range(tmp_path: Path) -> None:
     with open_checkpoint("memory://formats/m.safetensors") as opened:
         for name, leaf in flat(nested).items():
             assert same_bits(opened.by_name()[name].read(), leaf)
+
+
+def test_arrays_without_numbers_are_left_out_by_name(tmp_path: Path, ckpt: Run) -> None:
+    """A sound archive with one text would be called damaged, and its weights could not be read."""
+    note, when = np.array("of the 3rd try"), np.datetime64("2020-01-01")
+    table = np.zeros(2, [("x", "f4"), ("y", "f4")])
+    np.savez(tmp_path / "a.npz", w=np.arange(4.0), note=note, when=when, table=table, objects=np.array([{}]))
+    said = ckpt("inspect", tmp_path / "a.npz")
+    assert said.code == 0
+    for name in ("note (text)", "when (dates)", "table (records)", "objects (objects, which are pickles)"):
+        assert name in said.out
+    assert ckpt("extract", tmp_path / "a.npz", tmp_path / "only.npz", "--only", "w", "--to", "npz").code == 0
+    done = ckpt("convert", tmp_path / "a.npz", tmp_path / "b.npz", "--to", "npz")
+    assert (done.code, "note (text)" in done.out + done.err) == (0, True)
+    assert np.load(tmp_path / "b.npz")["w"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["report.docx", "report.npz"])
+def test_zip_without_arrays_is_no_checkpoint(tmp_path: Path, ckpt: Run, name: str) -> None:
+    """A document would be inspected as a checkpoint with no arrays."""
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        archive.writestr("word/document.xml", "<x/>")
+    said = ckpt("inspect", tmp_path / name)
+    assert (said.code, said.out) == (10, "")
+    assert "no array of numbers: word/document.xml (not an array)" in said.err
