@@ -122,7 +122,7 @@ def plan_convert(
     `StepNotFoundError` for a rule or cast that matches no leaf.
     """
     target, casts = target_url(target), tuple(casts)
-    require_outside(target, source.sources)
+    require_outside(target, source.sources, timeout_s=timeout_s)
     if to == "orbax":
         require_orbax_target(target)
         require_fitting(target, timeout_s=timeout_s)

@@ -16,6 +16,7 @@ from typing import Any, final
 
 from ckptkit.conversion.journal import Journal, Noted, foreign
 from ckptkit.durable.cells.tensorstore_wait import require_usable
+from ckptkit.durable.lifecycle.places import Place, place_around
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.safetensors import INDEX
 from ckptkit.model import paths
@@ -44,14 +45,16 @@ def target_url(target: str) -> str:
     return target
 
 
-def require_outside(target: str, sources: Iterable[str]) -> None:
+def require_outside(target: str, sources: Iterable[str], *, timeout_s: float = 20.0) -> None:
     """Raises `CheckpointError` for a target, as `target_url` gives it, below a source: the work would change what it
-    reads."""
+    reads. Also for one in any other step, item, slot directory or `_ckptkit`: it would change what is committed."""
     for source in map(root_url, sources):
         if target.startswith(f"{source.rstrip('/')}/"):
             raise CheckpointError(
                 f"{target} is inside {source}, which is read; name a place outside of it", path=target
             )
+    if (other := place_around(Place.open(target, timeout_s=timeout_s), timeout_s=timeout_s)) is not None:
+        raise CheckpointError(f"{target} cannot be written: {other.words}; name a place outside of it", path=target)
 
 
 def require_orbax_target(url: str) -> None:

@@ -50,8 +50,6 @@ def require_fitting(target: str, save_id: SaveId | None = None, *, timeout_s: fl
     """
     root, _, name = target.rpartition("/")
     step = paths.step_of_name(name)
-    if paths.step_of_name(root.rpartition("/")[2]) is not None and _is_step(Place.open(root, timeout_s=timeout_s)):
-        raise CheckpointError(f"{target} is inside the step {root}; name a place outside of it", path=target)
     place = Place.open(root, timeout_s=timeout_s)
     began = f"{paths.SIDECAR_DIR}/" in place.names() and bool(place.below(paths.EPOCHS_DIR).names())
     found = read_root(place, read_ancestry(place)[0])

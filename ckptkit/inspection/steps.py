@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, root_record_of
-from ckptkit.durable.lifecycle.listing import DurableStep, certified_in, read_ancestry, read_root
-from ckptkit.durable.lifecycle.places import Place, json_value, no_directory, step_items
+from ckptkit.durable.lifecycle.listing import DurableStep, certified_in, read_ancestry, read_root, require_root
+from ckptkit.durable.lifecycle.places import Place, json_value, step_items
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import Holding, Listing, StepEntry
 from ckptkit.inspection.shares import Share, read_shares
@@ -42,7 +42,7 @@ def list_steps(
     """
     url = root_url(root)
     place = Place.open(url, timeout_s=timeout_s)
-    names = place.names()  # first: its error names the root itself
+    place.names()  # first: its error names the root itself
     ancestry, problems = read_ancestry(place)
     found_in_root = read_root(place, ancestry, step_prefix=step_prefix)
     notes = found_in_root.notes
@@ -52,9 +52,8 @@ def list_steps(
         found, damaged = tier_shares(tier, url, host_id, notes)
         shares += [(tier, share) for share in found]
         entries += [_damaged_entry(tier, error) for error in damaged]
-    if not entries and not shares and not names and not os.path.isdir(url):
-        why = "there is no such root, and no fast tier that was given has a step of it; check the path"
-        raise no_directory(url, why)
+    if not entries and not shares:
+        require_root(place, found_in_root)
     certified = certified_in(place)
     entries = [replace(each, certified=each.save_id in certified) for each in _merged(entries, shares, ancestry)]
     problems += [entry.problem for entry in entries if entry.problem is not None]

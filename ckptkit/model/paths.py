@@ -64,7 +64,8 @@ _DOOMED = re.compile(r"doomed-[0-9a-f]{32}\.json")
 _OWNED = re.compile(r".+" + re.escape(TEMPORARY) + r"-e([0-9]{8})-[0-9a-f]{32}")
 _INTENT = re.compile(r"e([0-9]{8})-[0-9a-f]{32}-(.+)")
 _SLOT = re.compile(r"slot-([0-9]{1,3})\.bin")
-_STEP = re.compile(r"(?:.*_)?([0-9]{1,18})", re.DOTALL)
+_STEP = re.compile(r"(?!ocdbt\.process_)(?:.*_)?([0-9]{1,18})", re.DOTALL)  # not a process's part of an item
+_JOB = re.compile(r".+-[0-9a-f]{12}(?:-[0-9a-f]{16})?")
 _ROOT_ENDING = re.compile(r"-[0-9a-f]{16}$")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -81,6 +82,11 @@ def job_name(durable_url: str, name: str = "job", *, root: str = "") -> str:
     have no id."""
     digest = hashlib.sha256(os.fsencode(durable_url.rstrip("/"))).hexdigest()[:12]
     return f"{checked_name(name, 'job name')}-{digest}" + (f"-{root}" if root else "")
+
+
+def is_job(name: str) -> bool:
+    """Whether the name of a directory could be that of a job under a tier root."""
+    return _JOB.fullmatch(name) is not None
 
 
 def job_of_url(directory: str, durable_url: str) -> bool:
@@ -229,7 +235,7 @@ def claim_name(step_name: str) -> str:
 
 def step_of_name(name: str, *, temporary: bool = True) -> int | None:
     """The step of a directory's name under any of Orbax's standard formats (`12`, `00012`, `step_12`), with `temporary`
-    also of a name that Orbax has not committed yet; None for any other name."""
+    also of a name that Orbax has not committed yet; None for any other name, also for those inside of Orbax's items."""
     match = _STEP.fullmatch(name.partition(TEMPORARY)[0] if temporary else name)
     return int(match[1]) if match else None
 

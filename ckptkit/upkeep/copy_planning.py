@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, read_root
-from ckptkit.durable.lifecycle.places import Place, item_kind, no_directory
+from ckptkit.durable.lifecycle.places import Place, no_directory, nothing_at, other_place, place_around
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model import paths
@@ -105,7 +105,11 @@ def plan_copy(
     place = Place.open(url, timeout_s=timeout_s)
     if not place.names():
         raise no_directory(url, "there is nothing to copy; check the path")
-    whole = not (item_kind(place) is not None or STEP_METADATA in place.names() or paths.COMMIT_MARK in place.names())
+    shown = other_place(place, around=False)
+    whole = shown is None or shown.at != url or shown.kind not in ("step", "item")
+    if not whole and (around := place_around(place)) is not None:
+        why = f"it is not a step of a root: {around.words}; `{command_line('copy', around.at, target)}` copies that"
+        raise nothing_at(url, why)
     if whole and (adopted is not None or as_step is not None):
         raise CheckpointError(f"{url} is a root; name one step of it for --as and --as-step", path=url)
     root = url if whole else url.rpartition("/")[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,8 +11,8 @@ from urllib.parse import unquote
 
 from ckptkit.durable.cells.tensorstore_wait import base_of
 from ckptkit.durable.lifecycle.leases import PruneGuard, pin_reason, pinned_steps
-from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, StepState, read_ancestry, read_root
-from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind, no_directory
+from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, StepState, read_ancestry, read_root, require_root
+from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.steps import no_slots, no_tier
@@ -124,10 +123,10 @@ def usage(
     `StoreError` if it cannot be reached.
     """
     place = Place.open(root_url(root), timeout_s=timeout_s)
-    if not place.names() and not os.path.isdir(place.url):
-        raise no_directory(place.url, "there is no such root; check the path")
+    place.names()  # first: its error names the root itself
     ancestry, problems = read_ancestry(place)
     in_root = read_root(place, ancestry)
+    require_root(place, in_root)
     found = in_root.steps
     steps = [each for each in found if each.state != "unfinished"]
     pinned = pinned_steps(place.store)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptkit.durable.lifecycle.leases import pinned_steps, put_pin, take_pin
 from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
-from ckptkit.durable.lifecycle.places import Place
+from ckptkit.durable.lifecycle.places import Place, require_possible_root
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection.records import FORMAT
 from ckptkit.store import open_store
@@ -72,6 +72,7 @@ def unpin(root: str, step: int, *, dry_run: bool = False, timeout_s: float = 20.
     store = open_store(url, deadline_s=timeout_s)
     before = pinned_steps(store)
     if step not in before:
+        require_possible_root(Place.open(url, timeout_s=timeout_s))
         shown = ", ".join(map(str, sorted(before))) or "none"
         raise StepNotFoundError(f"{url} has no pin of step {step}; pinned are: {shown}", step=step, path=url)
     if not dry_run:

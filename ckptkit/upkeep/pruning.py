@@ -17,8 +17,8 @@ from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_le
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, pinned_steps
-from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root
-from ckptkit.durable.lifecycle.places import Place, no_directory
+from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root, require_root
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import FORMAT
@@ -139,10 +139,10 @@ def plan_prune(
     if not keep:
         raise ValueError("give a keep policy: KeepNewest, KeepBytes or EverySteps")
     place = Place.open(root_url(root), timeout_s=timeout_s)
-    if not place.names() and not os.path.isdir(place.url):
-        raise no_directory(place.url, "there is no such root; check the path")
+    place.names()  # first: its error names the root itself
     ancestry = EpochRecords(place.store).read()
     in_root = read_root(place, ancestry, step_prefix=step_prefix)
+    require_root(place, in_root)
     found = in_root.steps
     branch = sorted((each for each in found if each.state == "committed"), key=lambda each: each.identity)[::-1]
     proven, corrupt = _newest_whole(branch, Limits(progress=progress), timeout_s, unread=unread)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from typing import Any, Literal, final
 from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions, pinned_steps
-from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root
-from ckptkit.durable.lifecycle.places import Place, nothing_at
+from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root, require_root
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.errors import CorruptCheckpointError, StoreError, with_damage
 from ckptkit.inspection.shares import read_shares
@@ -129,10 +128,10 @@ class _Scrubber:
         ancestry, problems = self._ancestry()
         url, tiers = self._place.url, self._tiers
         directories = [path for tier in tiers for path in slots_of_root(tier, url, self._host_id, self._notes)]
-        if not directories and not self._place.names() and not os.path.isdir(url):
-            raise nothing_at(url, "there is no such root, and no tier that was given has slots of it")
         manifests = [each for directory in directories for each in self._look_into(directory)]
         in_root = read_root(self._place, ancestry, step_prefix=step_prefix)
+        if not directories:
+            require_root(self._place, in_root)
         unread: list[Exception] = []
         self._notes += in_root.notes
         steps: list[_DamagedCopy] = []

@@ -60,7 +60,7 @@ def plan_reshard(
     target or one inside the source, and for a target in the root of a run. Requests to a bucket are retried for
     `timeout_s`."""
     url = target_url(target)
-    require_outside(url, source.opened.sources)
+    require_outside(url, source.opened.sources, timeout_s=timeout_s)
     require_orbax_target(url)
     is_step = source.opened.facts.kind == "step"
     require_fitting(url, source.save_id if is_step else None, timeout_s=timeout_s)

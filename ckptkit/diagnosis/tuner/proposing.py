@@ -19,6 +19,7 @@ from ckptkit.diagnosis.tuner.probing import (
     leaves_of,
     take_samples,
 )
+from ckptkit.durable.lifecycle.places import Place, require_possible_root
 from ckptkit.formats import open_checkpoint
 from ckptkit.model.durable_profile import Codec, DurableProfile
 from ckptkit.store.backends import properties_of
@@ -113,11 +114,12 @@ def plan_tune(
     It reads the metadata of `like` and a piece of its largest leaves, and builds the leaves of the probe from them. It
     varies one knob at a time. If compression saves bytes of the sample, it tries two codecs: the one that should pay on
     the fastest storage, and the one that saves most. Raises the errors of `open_checkpoint`, and ValueError for a
-    `probe_bytes` or `rounds` below 1.
+    `probe_bytes` or `rounds` below 1, `StepNotFoundError` for a place that can be no root.
     """
     if probe_bytes < 1 or rounds < 1:
         raise ValueError(f"probe_bytes={probe_bytes}, rounds={rounds}: give 1 or more")
     root, default = root_url(url), DurableProfile()
+    require_possible_root(Place.open(root, timeout_s=timeout_s))
     samples: Samples = {}
     sizes = _large_leaves(probe_bytes)
     if like is not None:

@@ -44,7 +44,7 @@ _WRITTEN = frozenset(
     }
 )
 _PROCESS_TREE = "ocdbt.process_"
-_STANDARD = re.compile(r"(?:(.*)_)?([0-9]{1,18})", re.DOTALL)
+_STANDARD = re.compile(r"(?!ocdbt\.process_)(?:(.*)_)?([0-9]{1,18})", re.DOTALL)
 _LOOKS_MAX = 64  # directories below one that are looked into: a step has few items
 Action = Literal["delete", "mend", "quarantine", "replace", "overtake"]
 StepStateName = Literal["committed", "partial", "abandoned", "unfinished", "damaged"]
@@ -165,18 +165,23 @@ def grain_names_in(names: Iterable[str]) -> list[str]:
     return [name for name in names if _GRAIN.fullmatch(name)]
 
 
+def shown_by(names: Collection[str]) -> Content | None:
+    """The class of a directory that the names in it show by themselves; None where they do not suffice."""
+    if any(paths.slot_index(name) is not None or paths.save_of_manifest(name) for name in names):
+        return "slots"
+    if _ARRAY_SIGNS.intersection(names):
+        return "item"
+    return "step" if _STEP_SIGNS.intersection(names) else None
+
+
 def content_of(names: Collection[str], below: Below) -> Content:
     """The class of a directory, from the names in it, and if they do not suffice from those one level below.
 
     `item`: a tree that was saved without a manager; a manager does not restore it as a step. `root`: it holds steps
     itself. Cost: nothing for a directory with a step's metadata or mark; else a listing for each directory in it.
     """
-    if any(paths.slot_index(name) is not None or paths.save_of_manifest(name) for name in names):
-        return "slots"
-    if _ARRAY_SIGNS.intersection(names):
-        return "item"
-    if _STEP_SIGNS.intersection(names):
-        return "step"
+    if (shown := shown_by(names)) is not None:
+        return shown
     directories = [name.rstrip("/") for name in names if name.endswith("/")]
     if paths.SIDECAR_DIR in directories:
         return "root"

@@ -19,7 +19,6 @@ from ckptkit.durable.lifecycle.classify import (
     NameFormat,
     StepClass,
     class_of,
-    content_of,
     has_several_formats,
     run_format,
 )
@@ -28,9 +27,13 @@ from ckptkit.durable.lifecycle.places import (
     ItemKind,
     Place,
     committed_at_s,
+    content_in,
     is_committed,
     item_kind,
+    no_directory,
+    nothing_at,
     readable,
+    require_possible_root,
     step_items,
 )
 from ckptkit.durable.lifecycle.root_record import certified_saves
@@ -133,8 +136,9 @@ def read_root(
     marks of our saves decide. Links are never steps. `known` are steps by directory that are not looked into again.
 
     Cost: a listing for each directory and its items, a small read for each step; nothing is written. Raises
-    `StoreError` for what cannot be reached.
+    `StepNotFoundError` for a place that can be no root (`other_place`), `StoreError` for what cannot be reached.
     """
+    require_possible_root(place, around=False)
     contents, left_out = _contents(place, known)
     steps = [name for name, content in contents.items() if content == "step"]
     items = [name for name, content in contents.items() if content == "item"]
@@ -158,12 +162,28 @@ def read_root(
             found.append(known[name])
         else:
             found += _durable_step(place.below(name), step, ancestry)
+    if not found:
+        require_possible_root(place)
     by_reason = {why: tuple(sorted(name for name, of in left_out.items() if of == why)) for why in _WHY}
     return RootSteps(
         steps=tuple(sorted(found, key=lambda each: (each.step, each.place.name))),
         names=names,
         left_out={why: found for why, found in by_reason.items() if found},  # pyright: ignore[reportArgumentType]
     )
+
+
+def require_root(place: Place, found: RootSteps) -> None:
+    """Raises `StepNotFoundError` if the directory does not exist, or has neither a step nor a record of a run. An empty
+    directory is a root: its run has saved nothing yet. Cost: where it raises, a look into a few directories."""
+    names = place.names()
+    if found.steps or found.left_out or f"{paths.SIDECAR_DIR}/" in names:
+        return
+    if names:
+        below = [name for name in place.directories()[:_LOOKS] if content_in(place.below(name)) == "root"]
+        which = f"name one of the roots in it: {first_of(below, 5)}" if below else "name the directory with the steps"
+        raise nothing_at(place.url, f"it has no step, and no record of a run; {which}")
+    if not os.path.isdir(place.url):
+        raise no_directory(place.url, "there is no such root; check the path")
 
 
 def certified_in(place: Place) -> frozenset[SaveId]:
@@ -217,7 +237,7 @@ def latest_step(root: str) -> int | None:
 
     def look(name: str) -> SaveId | None:
         each = guarded.below(name)
-        if item_kind(each) is not None or _content(each) != "step":
+        if item_kind(each) is not None or content_in(each) != "step":
             return None
         found = newest_committed(_durable_step(each, named[name], ancestry))
         return None if found is None else found.identity
@@ -246,13 +266,9 @@ def _step_names(place: Place) -> list[str]:
     ]
 
 
-def _content(place: Place) -> Content:
-    return content_of(place.names(), lambda below: place.below(below).names())
-
-
 def _names_of_step(place: Place) -> list[str] | None:
     """The names in a directory that is a committed step of a manager; None for any other."""
-    return place.names() if is_committed(place) and _content(place) == "step" else None
+    return place.names() if is_committed(place) and content_in(place) == "step" else None
 
 
 def _mark(place: Place, name: str) -> bytes | None:
@@ -269,7 +285,7 @@ def _contents(place: Place, known: Mapping[str, DurableStep]) -> tuple[dict[str,
     claimed: set[str] | None = None
     for name in named:
         each = known[name].place if name in known else place.below(name)  # which was listed when it was looked into
-        content = _content(each)
+        content = content_in(each)
         if content == "nothing" and not each.names() and not os.path.isdir(each.url):
             continue  # deleted meanwhile
         if content == "nothing" and not is_committed(each):

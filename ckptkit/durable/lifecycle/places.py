@@ -8,22 +8,34 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Literal, final
 
 from typing_extensions import override
 
 from ckptkit.durable.lifecycle import classify
+from ckptkit.durable.lifecycle.classify import Content, content_of, json_name_in, kind_of_item, shown_by
 from ckptkit.durable.lifecycle.classify import ItemKind as ItemKind
-from ckptkit.durable.lifecycle.classify import json_name_in, kind_of_item
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, OutsideRootError, StepNotFoundError, StoreError
+from ckptkit.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    OutsideRootError,
+    StepNotFoundError,
+    StoreError,
+    TransientStoreError,
+)
 from ckptkit.model import paths
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
 from ckptkit.store import Store, open_store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.base import StoreOperation, T, WrapperStore
+from ckptkit.util.words import command_line
 
 _REASON_CHARS = 200  # of a library's own words in a message
+_LEVELS = 4  # above a path that are looked at: a step, its item, a process's part of it, and the data in that
+_SLOT_LOOKS = 4  # directories of a job, and of a host, that are looked into
+_ABOVE_S = 20.0
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
@@ -209,6 +221,142 @@ def no_directory(url: str, why: str) -> StepNotFoundError:
     return nothing_at(url, "it is a file, and a directory with steps is expected" if is_file else why)
 
 
+PlaceKind = Literal["step", "item", "slots", "tier", "record"]
+_KINDS: dict[PlaceKind, str] = {
+    "step": "a step",
+    "item": "an item of a step, or a tree that was saved without a manager",
+    "slots": "a slot directory of a fast tier",
+    "tier": "a fast tier",
+    "record": "what a root records of itself",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherPlace:
+    """A path that cannot be a root. `at`: this path, or the directory around it that is of `kind`; `root`: the root of
+    `at`, if it has one."""
+
+    url: str
+    at: str
+    kind: PlaceKind
+    root: str | None
+
+    @property
+    def words(self) -> str:
+        """The kind of the path, for a message."""
+        what = _KINDS[self.kind]
+        return f"it is {what}" if self.at == self.url else f"it is inside {self.at}, which is {what}"
+
+    @property
+    def error(self) -> StepNotFoundError:
+        """For a command that takes a root: it names the right call."""
+        if self.root is not None:
+            remedy = f"name the root, {self.root}, or for a new root a place outside"
+        elif self.kind in ("slots", "tier"):
+            tiers = "a fast tier with --tier; a fast tier's slots are <tier>/<job>/<host id>/<rank>"
+            remedy = f"name the durable root, and {tiers} (`{command_line('tiers', 'list', self.at)}`)"
+        else:
+            remedy = f"it has no root; `{command_line('verify', self.at)}` and `inspect` take it"
+        return nothing_at(self.url, f"{self.words}, and a root with steps is expected: {remedy}")
+
+
+def other_place(place: Place, *, around: bool = True) -> OtherPlace | None:
+    """Classifies a path that cannot be a root: a step, an item, a fast tier, `_ckptkit`; with `around` also a path
+    inside one of them. None for a root, and for every path that could become one.
+
+    Cost: its listing, and with `around` that of `place_around`.
+    """
+    if _before_record(place.url) is not None:
+        return place_around(place)
+    shown, looks = _shown(place), around and f"{paths.SIDECAR_DIR}/" not in place.names()
+    if shown is None and looks:
+        jobs = [name for name in place.directories() if paths.is_job(name)]
+        shown = "tier" if any(_has_slots(place.below(name), 2) for name in jobs[:_SLOT_LOOKS]) else None
+    if shown is not None:
+        return OtherPlace(url=place.url, at=place.url, kind=shown, root=_root_of(place, shown))
+    return place_around(place) if looks else None
+
+
+def require_possible_root(place: Place, *, around: bool = True) -> None:
+    """Raises `StepNotFoundError`, with the right call, for a path that `other_place` finds not to be a root."""
+    if (other := other_place(place, around=around)) is not None:
+        raise other.error
+
+
+def place_around(place: Place, *, timeout_s: float = _ABOVE_S) -> OtherPlace | None:
+    """The step, item, slots or `_ckptkit` that a path lies in, whether it exists or not; None where it is outside.
+
+    Cost: listings of a few directories above; in a bucket of the one above, and of those with names of steps. A
+    directory above that may not be listed is left out. Raises `TransientStoreError` for a bucket that does not answer.
+    """
+    if (before := _before_record(place.url)) is not None:
+        inside = other_place(Place.open(before, timeout_s=timeout_s))
+        if inside is not None:
+            return OtherPlace(url=place.url, at=inside.at, kind=inside.kind, root=inside.root)
+        return OtherPlace(url=place.url, at=f"{before}/{paths.SIDECAR_DIR}", kind="record", root=before)
+    above = place
+    for level in range(_LEVELS):
+        if above.url.partition("://")[2].count("/") == 0 if "://" in above.url else above.url.count("/") < 2:
+            return None  # the bucket, or the top of this host's directories
+        above = above.above(timeout_s=timeout_s)
+        if not (level == 0 or above.store.properties.file_system or paths.step_of_name(above.name) is not None):
+            continue
+        try:
+            kind = _shown(above)
+        except TransientStoreError:
+            raise
+        except (CheckpointError, OSError):
+            continue
+        if kind is not None:
+            return OtherPlace(url=place.url, at=above.url, kind=kind, root=_root_of(above, kind))
+    return None
+
+
+def _before_record(url: str) -> str | None:
+    before, record, _ = f"{url}/".partition(f"/{paths.SIDECAR_DIR}/")
+    return before if record else None
+
+
+def _shown(place: Place) -> PlaceKind | None:
+    shown = shown_by(place.names())
+    if shown == "step" and paths.STEP_METADATA not in place.names() and _has_steps(place):
+        return None  # a root into which a mark was copied
+    if shown in ("step", "item", "slots"):
+        return shown
+    return "tier" if paths.is_job(place.name) and _has_slots(place, 2) else None
+
+
+def _has_steps(place: Place) -> bool:
+    named = (place.below(name) for name in place.directories() if paths.step_of_name(name) is not None)
+    return f"{paths.SIDECAR_DIR}/" in place.names() or any(content_in(each) == "step" for each in named)
+
+
+def _has_slots(place: Place, levels: int) -> bool:
+    """Whether a directory of a fast tier, at most `levels` above its slots, has any."""
+    if not place.store.properties.file_system:
+        return False
+    below = place.directories()[:_SLOT_LOOKS] if levels else []
+    return is_slot_directory(place.names()) or any(_has_slots(place.below(name), levels - 1) for name in below)
+
+
+def _root_of(place: Place, kind: PlaceKind) -> str | None:
+    """The root of a step or an item, by their names; None where they have none."""
+    above, _, name = place.url.rpartition("/")
+    root, _, step = above.rpartition("/")
+    if kind not in ("step", "item"):
+        return None
+    if paths.step_of_name(name) is not None:
+        return above
+    return root if paths.step_of_name(step) is not None and _is_step(above) else None
+
+
+def _is_step(url: str) -> bool:
+    with suppress(CheckpointError, OSError):
+        return shown_by(Place.open(url, timeout_s=_ABOVE_S).names()) == "step"
+    return False
+
+
 def local_files(path: str) -> Iterator[tuple[str, os.stat_result]]:
     """Every file below a local path, with its facts. Links are not followed. Raises `StoreError`."""
 
@@ -265,6 +413,11 @@ def item_handlers(place: Place) -> dict[str, str]:
     if isinstance(named, str):
         return {"": named}
     return {str(name): str(handler) for name, handler in named.items()} if isinstance(named, dict) else {}
+
+
+def content_in(place: Place) -> Content:
+    """The class of a directory (see `classify.content_of`)."""
+    return content_of(place.names(), lambda below: place.below(below).names())
 
 
 def is_committed(place: Place) -> bool:
