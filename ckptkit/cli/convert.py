@@ -11,7 +11,7 @@ from typing import Any, get_args
 import click
 import jax
 
-from ckptkit.cli.exits import Exit
+from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import DEPTH, DRY_RUN, JSON, MAP, MEMORY, TIMEOUT, TOP, Parsed, size
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.sources import keep_freed_memory, leased_sources
@@ -237,9 +237,10 @@ def _write(
                 errors = convert_tensors(made, plan, resume=resume, progress=progress, **limits)
     if as_json:
         shown = {name: None if error is None else asdict(error) for name, error in errors.items()}
-        found = {"notes": [*plan.notes, *plan.measured.notes], "written": not dry_run}
+        found: dict[str, Any] = {"notes": [*plan.notes, *plan.measured.notes], "written": not dry_run}
+        found["problems"] = list(made.facts.problems)
         print_json({**plan.to_json(), **found, **({"errors": shown} if how is None else {})})
     else:
         _show_plan(plan, dry_run, top, depth)
         _show_errors(errors)
-    return Exit.OK
+    return exit_with(made.facts.problems)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from ckptkit.cli.exits import Exit
+from ckptkit.cli.exits import Exit, exit_with
 from ckptkit.cli.options import DEPTH, JSON, MAP, MEMORY, TIMEOUT, TOP
 from ckptkit.cli.progress import reading_bar
 from ckptkit.cli.sources import leased_sources
@@ -60,11 +60,12 @@ def diff(
             found = diff_tensors(*tensors, rtol=rtol, atol=atol, memory_bytes=memory_bytes, progress=progress)
         origins = one.facts.origin.differences(two.facts.origin)
         notes = [f"not compared: {each}" for each in dict.fromkeys([*no_arrays(one), *no_arrays(two)])]
+    problems = [*one.facts.problems, *two.facts.problems]
     if as_json:
-        print_json({**found.to_json(), "notes": notes, "provenance": origins})
+        print_json({**found.to_json(), "notes": notes, "problems": problems, "provenance": origins})
     else:
         _show(found, [*map(_told, origins), *notes], top, depth)
-    return Exit.OK if found.same else Exit.DIFFERENT
+    return exit_with(problems) or (Exit.OK if found.same else Exit.DIFFERENT)
 
 
 def _show(found: Difference, notes: Sequence[str], top: int | None, depth: int | None) -> None:

@@ -361,8 +361,7 @@ def no_arrays(source: Checkpoint) -> list[str]:
 
 def _notes(source: Checkpoint, tensors: Tensors, to: TargetFormat, quantization: QuantizedWeights | None) -> list[str]:
     """The parts that are left out, or written in another form."""
-    notes = [f"damaged: {each}" for each in source.facts.problems]
-    notes += [f"left out: {each}" for each in no_arrays(source)]
+    notes = [f"left out: {each}" for each in no_arrays(source)]
     notes += source.facts.notes if source.format in ("safetensors", "npz") else ()
     keys = [name for name, tensor in tensors.items() if tensor.leaf.key_impl]
     if keys and to != "orbax":

@@ -382,5 +382,10 @@ def test_convertible_damage_is_reported(ckpt: Run, stock: Path, tmp_path: Path) 
     shutil.copytree(stock / "zarr3", tmp_path / "item")
     for file in (tmp_path / "item/array_metadatas").iterdir():
         file.write_text("{")
-    said = ckpt("convert", tmp_path / "item", tmp_path / "t", "--to", "orbax").out
-    assert [line for line in said.splitlines() if "damaged: " in line and "array_metadatas" in line], said
+    for command in (
+        ("convert", tmp_path / "item", tmp_path / "t", "--to", "orbax"),
+        ("diff", *[tmp_path / "item"] * 2),
+    ):
+        said = ckpt(*command)
+        assert said.code == 11, command
+        assert [line for line in said.err.splitlines() if "damaged: " in line and "array_metadatas" in line], said.err

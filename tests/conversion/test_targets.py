@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -174,7 +175,8 @@ def test_nothing_is_written_that_is_not_read_again(
     tmp_path: Path, ckpt: Run, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     """A conversion of hundreds of thousands of leaves would end well, and its file be called damaged."""
-    np.savez(tmp_path / "a.npz", **{f"layer{at}": np.zeros(2, np.float32) for at in range(100)})
+    layers: Any = {f"layer{at}": np.zeros(2, np.float32) for at in range(100)}
+    np.savez(tmp_path / "a.npz", **layers)
     for module in ("conversion.flat_files", "formats.ranges", "formats.safetensors", "formats.torch"):
         monkeypatch.setattr(f"ckptkit.{module}.METADATA_BYTES_MAX", 20_000)
     assert ckpt("convert", tmp_path / "a.npz", tmp_path / f"fits.{to}", "--to", to).code == 0
