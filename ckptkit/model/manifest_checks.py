@@ -75,7 +75,7 @@ def check_small_item(stored: Mapping[str, Any], leaves: Sequence[tuple[str, ...]
     Every reader and every repair takes the paths of files from here: each one stays below its item.
     """
     kind, value = stored["kind"], stored["value"]
-    if not isinstance(kind, str):
+    if not isinstance(kind, str) or not isinstance(stored.get("handler", ""), str):
         raise ValueError("is not a small item")
     if kind == FILES:
         digests = stored.get(FILE_DIGESTS, {})

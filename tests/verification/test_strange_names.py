@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from ckptkit.testing.bucket import BucketServer
 from ckptkit.verification import durable
 from tests.cli.conftest import Run
 from tests.manager.test_handler_items import StorySave
-from tests.model.hostile import sealed
+from tests.model.hostile import HOSTILE, changed, places, sealed
 
 A = ocp.args
 HOST = "here"
@@ -103,6 +104,34 @@ def test_empty_nodes_no_writer_writes_are_damage_of_their_step(root: Path, value
     assert [proof.state for proof in ckptkit.verify(str(root)).steps] == ["corrupt", "proven"]
 
 
+COMMANDS = (
+    "steps",
+    "du",
+    "du --deep",
+    "prune --keep newest=1 --dry-run",
+    "plan-restore",
+    "doctor",
+    "rollback --to 2 --dry-run",
+)
+
+
+def test_hostile_value_in_a_small_item_ends_no_command(root: Path, ckpt: Run) -> None:
+    """One step with a record that nobody has foreseen hid what is known of all others."""
+    body = json.loads((root / "1/state/_ckptkit/process-0.json").read_bytes())["manifest"]["inline"]
+    cases = [(at, value) for at in places(body) for value in HOSTILE]
+    seed = random.randrange(1 << 30)
+    for number, (at, value) in enumerate(random.Random(seed).sample(cases, 24)):
+
+        def change(found: Any, at: Any = at, value: Any = value) -> None:
+            found["inline"] = changed(body, at, value)
+
+        rewrite(root / "1", change)
+        states = [(proof.step, proof.state) for proof in ckptkit.verify(str(root)).steps]
+        assert states in ([(1, "corrupt"), (2, "proven")], [(1, "proven"), (2, "proven")]), (seed, at, value, states)
+        name, *options = COMMANDS[number % len(COMMANDS)].split()
+        assert ckpt(name, root, *options).code in (0, 11), (seed, at, value)
+
+
 @pytest.mark.parametrize("link", ["j/metadata", "j", "story/length"])
 def test_repair_never_writes_through_a_link(saved: Path, tmp_path: Path, link: str) -> None:
     """The file that the link names, which is another one's, would be overwritten."""
@@ -161,7 +190,8 @@ def test_debug_shows_where_an_error_was_raised(root: Path) -> None:
 def test_line_end_in_a_name_begins_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A leaf or a directory could report in a line of its own that a step is proven."""
     false = "\nckptkit: run: 3 proven, 0 corrupt"
-    np.savez(tmp_path / "model.npz", **{f"w{false}": np.ones(3), "v": np.ones(2)})
+    arrays: dict[str, Any] = {f"w{false}": np.ones(3), "v": np.ones(2)}
+    np.savez(tmp_path / "model.npz", **arrays)
     (tmp_path / f"1{false}").mkdir()
     with ckptkit.CheckpointManager(tmp_path) as manager:
         manager.save(2, args=A.StandardSave({f"w{false}": jnp.ones(3)}))
