@@ -240,14 +240,14 @@ def test_stray_object_in_a_bucket_costs_nothing(tmp_path: Path, server: BucketSe
     root = "gs://runs/run"
     with ckptkit.CheckpointManager(root) as manager:
         for step in (1, 2):
-            manager.save(step, args=A.StandardSave({"w": jnp.arange(4.0)}))
+            manager.save(step, args=A.StandardSave({"w": jnp.full(4, step)}))
             manager.wait_until_finished()
     bucket = fsspec.filesystem("gs")
     for key in ("2/../x", "2/default/../x", "2//x", "../x", "2/./x"):
         with bucket.open(f"runs/run/{key}", "wb") as file:
             file.write(b"x")
     with ckptkit.CheckpointManager(root) as manager:
-        assert (manager.restore(None)["w"] == jnp.arange(4.0)).all()
+        assert (manager.restore(None)["w"] == 2).all()
     for line in ("verify", "steps", "plan-restore", "du", "scrub", "prune --keep newest=1", "doctor", "inspect"):
         name, *options = line.split()
         assert ckpt(name, root, *options).code == 0, line
