@@ -267,11 +267,13 @@ class Book:
         for segment in root.segments:
             for left in self._line(segment, root):
                 if left.base < save.value < left.began:  # one that began from nothing did not know of it
-                    found = min(found, YES - segment.status if left.base else MAYBE)
+                    is_sure = left.base and left.run == segment.run
+                    found = min(found, YES - segment.status if is_sure else max(MAYBE, YES - segment.status))
         return found
 
     def _line(self, segment: Segment | None, root: Root) -> Iterator[Segment]:
-        """A segment, and those that it continues: a root that knows of it knows of what these have abandoned."""
+        """A segment, and those that it continues. A root that knows of it knows what those of its run have abandoned;
+        of another run, which could not record itself, perhaps."""
         while segment is not None:
             yield segment
             number = self.saves[segment.base].segment if segment.base else None
