@@ -9,6 +9,19 @@ from typing import Any, Literal, NamedTuple
 _SHOWN_MAX = 40  # differences in one message
 
 
+def one_line(text: str) -> str:
+    """`text` with every unprintable character escaped: names in a checkpoint may hold line ends and terminal
+    commands."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _listed(head: str, lines: Iterable[str], then: str) -> str:
+    """A message of several lines; none of them can begin another one."""
+    return "\n".join(map(one_line, (head, *(f"  {line}" for line in lines), then)))
+
+
 class CheckpointError(Exception):
     """Base of every error that ckptkit raises; carries `.step`, `.tier` and `.path` where they are known."""
 
@@ -36,14 +49,15 @@ class NoRestorableStepError(CheckpointError):
         """`repair` names the command that repairs what another copy still has, and where to run it; None where nothing
         is damaged."""
         self.candidates = tuple(candidates)
-        lines = "\n".join(f"  step {step} in {tier}: {reason}" for tier, step, reason in candidates)
+        lines = [f"step {step} in {tier}: {reason}" for tier, step, reason in candidates]
         then = (
             "Nothing is damaged, and nothing was deleted."
             if repair is None
             else f"Nothing was deleted. Run {repair}. It repairs each save of which another copy is "
             "intact, and puts the others aside."
         )
-        super().__init__(f"no restorable step under {path}; every candidate was rejected:\n{lines}\n{then}", path=path)
+        head = f"no restorable step under {path}; every candidate was rejected:"
+        super().__init__(_listed(head, lines, then), path=path)
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -58,6 +72,11 @@ class UnsuitedSaveError(CorruptCheckpointError):
     """The save is not damaged, and cannot give what was asked for in this form, or to this number of processes."""
 
 
+def internal_error(error: BaseException) -> str:
+    """The words for an error of ckptkit's own, which no checkpoint should be able to cause."""
+    return f"internal error, please report it: {type(error).__name__}: {error}"
+
+
 @contextmanager
 def with_damage(problems: Collection[str]) -> Iterator[None]:
     """An error that leaves the block has a note for each damage that was found before it: `problems`, as they are
@@ -66,7 +85,7 @@ def with_damage(problems: Collection[str]) -> Iterator[None]:
         yield
     except Exception as error:
         for problem in problems:
-            error.add_note(f"damaged: {problem}")
+            error.add_note(one_line(f"damaged: {problem}"))
         raise
 
 
@@ -83,11 +102,10 @@ class TreeMismatchError(CheckpointError, ValueError):
 
     def __init__(self, differences: Iterable[str], *, step: int, where: str):
         self.differences = tuple(sorted(differences))
-        lines = "\n".join(f"  {line}" for line in self.differences)
+        head = f"step {step} in {where} is not the tree that was asked for ({len(self.differences)} differences):"
+        then = "Restore with the abstract state of the model that was saved, or change the model."
         super().__init__(
-            f"step {step} in {where} is not the tree that was asked for "
-            f"({len(self.differences)} differences):\n{lines}\n"
-            "Restore with the abstract state of the model that was saved, or change the model.",
+            _listed(head, self.differences, then),
             step=step,
             path=where,
         )
@@ -98,13 +116,12 @@ class SurgeryError(TreeMismatchError):
 
     def __init__(self, differences: Iterable[str]):
         self.differences = tuple(sorted(differences))
-        lines = "\n".join(f"  {line}" for line in self.differences)
-        CheckpointError.__init__(
-            self,
-            f"the rules do not give every leaf a source and a target ({len(self.differences)} differences):\n"
-            f"{lines}\nNothing was read. Add or change rules: Init for leaves that begin afresh, Skip for leaves that "
-            "are left behind.",
+        head = f"the rules do not give every leaf a source and a target ({len(self.differences)} differences):"
+        then = (
+            "Nothing was read. Add or change rules: Init for leaves that begin afresh, Skip for leaves that are left "
+            "behind."
         )
+        CheckpointError.__init__(self, _listed(head, self.differences, then))
 
 
 class MergeError(TreeMismatchError):
@@ -113,14 +130,10 @@ class MergeError(TreeMismatchError):
     def __init__(self, differences: Iterable[str], *, advice: str):
         self.differences = tuple(sorted(differences))
         shown = self.differences[:_SHOWN_MAX]
-        lines = "\n".join(f"  {line}" for line in shown)
         more = len(self.differences) - len(shown)
-        CheckpointError.__init__(
-            self,
-            f"the checkpoints do not go together ({len(self.differences)} differences):\n{lines}\n"
-            + f"  and {more} more\n" * (more > 0)
-            + advice,
-        )
+        head = f"the checkpoints do not go together ({len(self.differences)} differences):"
+        lines = [*shown, *([f"and {more} more"] if more else [])]
+        CheckpointError.__init__(self, _listed(head, lines, advice))
 
 
 class SaveFailedError(CheckpointError):
@@ -134,12 +147,11 @@ class ReplicaMismatchError(CheckpointError):
 
     def __init__(self, differences: Iterable[str], *, step: int):
         self.differences = tuple(differences)
-        lines = "\n".join(f"  {line}" for line in self.differences)
-        super().__init__(
-            f"step {step}: data replicas differ ({len(self.differences)} boxes are named, at most 16):\n{lines}\n"
-            "No step was committed since. Restore the newest step, without the device or host that is named if one is.",
-            step=step,
+        head = f"step {step}: data replicas differ ({len(self.differences)} boxes are named, at most 16):"
+        then = (
+            "No step was committed since. Restore the newest step, without the device or host that is named if one is."
         )
+        super().__init__(_listed(head, self.differences, then), step=step)
 
 
 class GuardStopError(CheckpointError):

@@ -187,8 +187,11 @@ def _as_interrupt(error: BaseException) -> BaseException:
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(ckptkit.__version__, message="ckptkit %(version)s")
-def commands() -> None:
+@click.option("--debug", is_flag=True, help="Show the log of ckptkit, and tracebacks, on stderr.")
+def commands(debug: bool) -> None:
     """Start here: `ckptkit steps ROOT` lists the checkpoints of a run.
 
     No command needs an accelerator. The help of each one ends with an example.
     """
+    if debug:
+        ckptkit.log_to("DEBUG")

@@ -11,8 +11,18 @@ from enum import IntEnum
 import click
 
 from ckptkit.cli.text import printable
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, TreeMismatchError
+from ckptkit.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NoRestorableStepError,
+    ReplicaMismatchError,
+    StepNotFoundError,
+    TreeMismatchError,
+    internal_error,
+)
 
+_OF_LINES = (NoRestorableStepError, ReplicaMismatchError, TreeMismatchError)
+_log = logging.getLogger("ckptkit")
 _TALKERS = ("gcsfs", "fsspec", "aiohttp", "asyncio", "absl")  # tracebacks for errors that we print in one line
 
 
@@ -57,16 +67,17 @@ def _exit_of(error: BaseException) -> Exit:
     if isinstance(error, CorruptCheckpointError):
         return _said(f"corrupt: {error}", Exit.CORRUPT)
     if isinstance(error, TreeMismatchError):
-        return _said(str(error), Exit.TREE_MISMATCH)
+        return _said(error, Exit.TREE_MISMATCH)
     if isinstance(error, RecursionError):
         return _said("corrupt: a JSON item is nested too deeply to be read", Exit.CORRUPT)
     if isinstance(error, CheckpointError):
-        return _said(str(error), Exit.ERROR)
+        return _said(error, Exit.ERROR)
     if isinstance(error, FileNotFoundError) and error.errno is None:  # ours: a whole sentence
         return _said(str(error), Exit.NOT_FOUND)
     if isinstance(error, OSError):
         return _said(f"{error.filename or 'input or output'}: {error.strerror or error}", Exit.ERROR)
-    return _said(f"internal error, please report it: {type(error).__name__}: {error}", Exit.ERROR)
+    _log.debug("internal error", exc_info=error)
+    return _said(f"{internal_error(error)}; `ckptkit --debug ...` shows where", Exit.ERROR)
 
 
 @contextmanager
@@ -83,14 +94,19 @@ def quiet_libraries() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def exit_with(problems: Sequence[str]) -> Exit:
-    """Everything readable was printed. Damage is reported on stderr, and by the exit code."""
+def exit_with(problems: Sequence[str], failed: Sequence[str] = ()) -> Exit:
+    """Everything readable was printed. Damage is reported on stderr, and by the exit code. `failed`: what could not be
+    looked at because of an error of ckptkit's own."""
     sys.stdout.flush()
     for problem in problems:
         click.echo(f"ckptkit: damaged: {printable(problem)}", err=True)
-    return Exit.CORRUPT if problems else Exit.OK
+    for each in failed:
+        click.echo(f"ckptkit: {printable(each)}", err=True)
+    return Exit.CORRUPT if problems else Exit.ERROR if failed else Exit.OK
 
 
-def _said(message: str, code: Exit) -> Exit:
-    click.echo(f"ckptkit: {printable(message)}", err=True)
+def _said(message: str | CheckpointError, code: Exit) -> Exit:
+    """Errors that list what is wrong have a line for each, and have escaped the names in it."""
+    lines = str(message).split("\n") if isinstance(message, _OF_LINES) else [str(message)]
+    click.echo("\n".join(["ckptkit: " + printable(lines[0]), *map(printable, lines[1:])]), err=True)
     return code

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckptkit.errors import one_line as printable
 from ckptkit.util.words import count_text as count_text
 from ckptkit.util.words import size_text as size_text
 
@@ -25,13 +26,6 @@ class _Result(Protocol):
 
 _Found = TypeVar("_Found", bound=_Result)
 Columns = Sequence[tuple[str, bool]]  # title, and whether it holds numbers, which are right-aligned
-
-
-def printable(text: str) -> str:
-    """`text` with every unprintable character escaped: names in a checkpoint may hold terminal commands."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def age_text(age_s: float) -> str:

@@ -38,7 +38,7 @@ def verify(
         found = with_signatures(found, public_key, timeout_s=timeout_s)
     print_found(found, show_verification, as_json)
     findings = [str(finding) for proof in found.steps for finding in proof.findings]
-    return exit_with([*found.problems, *findings])
+    return exit_with([*found.problems, *findings], found.failed)
 
 
 @click.command()
@@ -78,7 +78,7 @@ def scrub(
         )
     print_found(found, show_scrub, as_json)
     left = [str(finding) for finding in found.findings] if found.damaged else []
-    return exit_with([*found.problems, *left])
+    return exit_with([*found.problems, *left], found.failed)
 
 
 _TITLES = ("step", "state", "save", "cells", "bytes", "where", "why")
@@ -89,7 +89,7 @@ _TREATED = [(title, title == "step") for title in ("step", "save", "copy", "wher
 def show_verification(found: Verification) -> None:
     """Prints it on stdout."""
     counts = Counter(proof.state for proof in found.steps)
-    others = "".join(f", {counts[state]} {state}" for state in ("unproven", "incomplete") if counts[state])
+    others = "".join(f", {counts[state]} {state}" for state in ("unproven", "incomplete", "failed") if counts[state])
     saves = count_text(len(found.steps), "save")
     what = "" if found.item is None else f"item {found.item}, of no step: "
     print_line(f"{found.path}: {what}{saves}, {counts['proven']} proven, {counts['corrupt']} corrupt{others}")

@@ -39,6 +39,7 @@ from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
+from ckptkit.model.paths import is_utf8
 from ckptkit.model.quantization import DTYPES, LeafError
 from ckptkit.store.backends import properties_of
 from ckptkit.util.disk_file import FileWrites
@@ -140,6 +141,8 @@ def plan_convert(
     if not tensors:
         raise CheckpointError(f"{source.path} has no tensor that could be converted", path=source.path)
     for name, tensor in tensors.items():
+        if not is_utf8(name):
+            raise CheckpointError(f"{name!r:.60} is not a name in UTF-8; rename it with --map")
         tensor.block_shape(memory_bytes)  # raises for a chunk that the budget does not allow
         if tensor.dtype.itemsize > (16 if tensor.dtype.kind == "c" else 8):
             raise CheckpointError(

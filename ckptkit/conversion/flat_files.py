@@ -202,11 +202,8 @@ def _plan_zip(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
 
 
 def _require_zip_name(key: str, format: FlatFormat) -> None:
-    """Raises `CheckpointError` for a name that is not UTF-8, or that is too long where it names a member."""
-    try:
-        size = len(f"{key}.npy".encode())
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"{key[:_SHOWN]!r} is not a name in UTF-8; rename it with --map") from error
+    """Raises `CheckpointError` for a name that is too long where it names a member."""
+    size = len(f"{key}.npy".encode())
     if format == "npz" and size > _NAME_BYTES_MAX:
         raise CheckpointError(
             f"{key[:_SHOWN]!r}... has a name of {size} bytes with .npy, and npz has at most {_NAME_BYTES_MAX}; rename "

@@ -12,10 +12,9 @@ from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.manifest import FILES, BoxRecord, LeafRecord, Manifest
-from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf
+from ckptkit.model.manifest_checks import FILE_DIGESTS, boxes_within, check_held, check_leaf
 
 _IS_FILE = "file"  # in `LeafRecord.extra`
-_DIGESTS = "digests"
 
 
 def is_file(leaf: LeafRecord) -> bool:
@@ -31,7 +30,7 @@ def with_file_digests(manifest: Manifest) -> Manifest:
     inline = {
         name: {
             **manifest.inline[name],
-            _DIGESTS: {leaf.path[1]: [leaf.shape[0], leaf.cell[0], leaf.boxes[0].digests] for leaf in leaves},
+            FILE_DIGESTS: {leaf.path[1]: [leaf.shape[0], leaf.cell[0], leaf.boxes[0].digests] for leaf in leaves},
         }
         for name, leaves in found.items()
     }
@@ -52,9 +51,9 @@ def _leaves(manifest: Manifest) -> dict[str, tuple[LeafRecord, ...]]:
     process = manifest.writer.process
     try:
         return {
-            name: tuple(_leaf(process, path, *record) for path, record in sorted(stored[_DIGESTS].items()))
+            name: tuple(_leaf(process, path, *record) for path, record in sorted(stored[FILE_DIGESTS].items()))
             for name, stored in manifest.inline.items()
-            if stored["kind"] == FILES and _DIGESTS in stored
+            if stored["kind"] == FILES and FILE_DIGESTS in stored
         }
     except (AttributeError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(f"save {manifest.save_id}: digests of files cannot be read: {error}") from error

@@ -21,13 +21,14 @@ import numpy as np
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.boxes import Box
 from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest_checks import FILES as FILES
+from ckptkit.model.manifest_checks import STRUCTURE as STRUCTURE
 from ckptkit.model.manifest_checks import LeafKind as LeafKind
-from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf
+from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf, check_small_item
+from ckptkit.model.paths import is_key
 
 FORMAT = 3
 _READ_FORMATS = (1, 2, 3)  # 1: each leaf has the text of its sharding; 1 and 2: saves name neither root nor run
-FILES = "files"  # the kind of an item that a handler has written: its small files inline, or all as leaves
-STRUCTURE = "structure"  # the empty nodes of an array item, under that item's name: no item of its own
 MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is written and parsed; 100,000 leaves of 8 boxes are about 150 MB
 ManifestDepth = Literal["all", "leaves", "head"]  # of what is read of a manifest
 _NUMBER_MAX = 10**18  # Orbax's names of steps have 18 digits at most
@@ -431,11 +432,13 @@ def _check_manifest(manifest: Manifest) -> None:
     if not isinstance(manifest.custom, str | None):
         raise ValueError(f"custom {manifest.custom!r} is not a digest")
     for item in (*manifest.arrays, *manifest.inline):
-        if item in ("", ".", "..") or "/" in item or "\0" in item:  # an item is a directory of that name
+        if not is_key(item) or "/" in item:  # an item is a directory of that name
             raise ValueError(f"item {item!r} cannot be a directory")
     for item, stored in manifest.inline.items():
-        if not isinstance(stored["kind"], str) or "value" not in stored:
-            raise ValueError(f"item {item!r} is not a small item")
+        try:
+            check_small_item(stored, [leaf.path for leaf in manifest.arrays.get(item, ())])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"item {item!r}: {error}") from error
     for item, leaves in manifest.arrays.items():
         if len({leaf.path for leaf in leaves}) != len(leaves):
             raise ValueError(f"item {item!r} has a leaf twice")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -17,12 +17,17 @@ import ml_dtypes  # registers bfloat16, fp8 and the small integers with np.dtype
 import numpy as np
 
 from ckptkit.model.boxes import Box
+from ckptkit.model.paths import checked_file
 
 LeafKind = Literal["jax", "numpy", "int", "float", "bool"]
 
+FILES = "files"  # the kind of an item that a handler has written: its small files inline, or all as leaves
+STRUCTURE = "structure"  # the empty nodes of an array item, under that item's name: no item of its own
+FILE_DIGESTS = "digests"  # of an item of files in a sidecar: size, cell and digests of its large files, by path
 BYTES_MAX = 1 << 62  # of a leaf, and of a slot: beyond every machine, so a damaged shape or offset
 _KINDS = frozenset(get_args(LeafKind))
 _INTS, _TEXTS, _KEYS = frozenset([int]), frozenset([str]), frozenset("dsa")  # a bool is an int to `isinstance`
+_EMPTY_NODES, _TEXT_NODE = frozenset(["dict", "list", "tuple", "none"]), "text"
 _REMEMBERED_BOXES = 64  # of a leaf: a hostile one may have any number
 assert ml_dtypes.bfloat16 is not None
 
@@ -62,6 +67,30 @@ def check_held(cells: int, offset: int, digests: Sequence[str]) -> None:
         raise ValueError(f"has {len(digests)} digests for {cells} cells")
     if type(offset) is not int or not -1 <= offset < BYTES_MAX:
         raise ValueError(f"has a box at offset {offset}")
+
+
+def check_small_item(stored: Mapping[str, Any], leaves: Sequence[tuple[str, ...]]) -> None:
+    """Raises ValueError or TypeError for a small item that no writer writes. `leaves`: the paths of its large files.
+
+    Every reader and every repair takes the paths of files from here: each one stays below its item.
+    """
+    kind, value = stored["kind"], stored["value"]
+    if not isinstance(kind, str) or not isinstance(stored.get("handler", ""), str):
+        raise ValueError("is not a small item")
+    if kind == FILES:
+        digests = stored.get(FILE_DIGESTS, {})
+        if not isinstance(value, dict) or not isinstance(digests, dict):
+            raise ValueError("does not name its files")
+        for name in (*value, *digests, *(path for _, path in leaves)):
+            checked_file(name)
+        if not _TEXTS.issuperset(map(type, value.values())):
+            raise ValueError("has a file that is not text")
+    if kind == STRUCTURE:
+        for path, letters, *words in value:
+            text = [*path, letters, *words]
+            node = (len(words) == 1 and words[0] in _EMPTY_NODES) or (len(words) == 2 and words[0] == _TEXT_NODE)
+            if not node or not _TEXTS.issuperset(map(type, text)) or len(path) != len(letters):
+                raise ValueError(f"has the empty node {text!r:.100}")
 
 
 @lru_cache(maxsize=4096)

@@ -69,6 +69,38 @@ _JOB = re.compile(r".+-[0-9a-f]{12}(?:-[0-9a-f]{16})?")
 _ROOT_ENDING = re.compile(r"-[0-9a-f]{16}$")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
+_PART_BYTES_MAX = 255  # of one part of a path: the most that file systems take
+
+
+def is_key(key: str) -> bool:
+    """Whether a key stays below its root, and means the same to every storage: no empty part, no `.` or `..`."""
+    return "\0" not in key and {"", ".", ".."}.isdisjoint(key.split("/"))
+
+
+def checked_key(key: str) -> str:
+    """`key` if it stays below its root; raises ValueError for absolute keys and for `..`."""
+    if not is_key(key):
+        raise ValueError(f"{key!r} is not a key: relative, with no empty part, '.' or '..'")
+    return key
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name is text: a name of a disk may be any bytes, which Python shows as surrogates."""
+    try:
+        return name.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def checked_file(name: object) -> str:
+    """The path of a file below an item as a record names it. Raises ValueError for a path that cannot be written there,
+    TypeError for a value that is not text."""
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r:.100} is not the path of a file")
+    if max(len(part.encode()) for part in checked_key(name).split("/")) > _PART_BYTES_MAX:
+        raise ValueError(f"{name!r:.100} has a part of more than {_PART_BYTES_MAX} bytes")
+    return name
+
 
 def array_prefix(leaf_name: str) -> str:
     """The prefix of the keys of a leaf's array, below its item. The array of a leaf without a name (a tree that is

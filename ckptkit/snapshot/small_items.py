@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.file_items import FilesSave, array_files, handler_name, jax_key_files, numpy_key_files
 from ckptkit.durable.orbax.shardings import sharding_of_text, sharding_text
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.manifest import FILES
 from ckptkit.model.paths import JSON_VALUE
 from ckptkit.util.own_context import own_context
@@ -71,8 +72,12 @@ def file_leaves(saved: FilesSave) -> dict[str, dict[str, np.ndarray]]:
 
 
 def files_in(stored: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of a stored small item of kind `files`, by their paths; none of those that have leaves."""
-    return {name: base64.b64decode(text) for name, text in stored["value"].items()}
+    """The files of a stored small item of kind `files`, by their paths; none of those that have leaves. Raises
+    `CorruptCheckpointError` for text that no writer writes."""
+    try:
+        return {name: base64.b64decode(text, validate=True) for name, text in stored["value"].items()}
+    except ValueError as error:
+        raise CorruptCheckpointError(f"the sidecars have a file that cannot be decoded: {error}") from error
 
 
 def gives_back(kind: str, arg: Any) -> bool:

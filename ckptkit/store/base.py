@@ -10,6 +10,9 @@ from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from typing_extensions import override
 
+from ckptkit.model.paths import checked_key as checked_key
+from ckptkit.model.paths import is_key as is_key
+
 PutMode = Literal["create", "replace"]
 T = TypeVar("T")
 StoreOperation = Literal["put", "get", "stat", "list", "delete"]
@@ -107,14 +110,6 @@ class Store(Protocol):
         """Removes those of these objects that are still the ones that `stat_all` found, where the store has
         generations (`gs://`): what was put since under the same name stays. Elsewhere it is `delete_many`."""
         ...
-
-
-def checked_key(key: str) -> str:
-    """`key` if it stays below its root; raises ValueError for absolute keys and for `..`."""
-    parts = key.split("/")
-    if key.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\0" in key:
-        raise ValueError(f"{key!r} is not a key: relative, with no empty part, '.' or '..'")
-    return key
 
 
 def put_new(store: Store, key: str, data: bytes) -> None:

@@ -16,7 +16,7 @@ import fsspec
 
 from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.store.backends import BACKENDS, PLAIN_PATH, Needed, backend_of, is_refusal, refused
-from ckptkit.store.base import Properties, PutMode, Stat, checked_key
+from ckptkit.store.base import Properties, PutMode, Stat, checked_key, is_key
 from ckptkit.store.retry import within_deadline
 from ckptkit.util.package import install_command
 
@@ -33,7 +33,8 @@ _VERSIONS = ("generation", "ETag", "etag", "LastModified", "mtime", "created")  
 class RemoteStore:
     """Objects in a bucket; a put is one upload, which the bucket makes whole or absent.
 
-    Listings are never cached: another process may have written since.
+    Listings are never cached: another process may have written since. They leave out the objects whose names are not
+    keys (`200/../x`, `200//x`), which any writer to the bucket can make and no file system has.
     """
 
     def __init__(self, url: str, *, timeout_s: float | None = None):
@@ -136,7 +137,7 @@ class RemoteStore:
                 for entry in entries
                 if entry["name"].rstrip("/") != path
             }
-            return sorted(names)
+            return sorted(name for name in names if is_key(name.removesuffix("/")))
         return []
 
     def delete(self, key: str) -> None:
@@ -151,7 +152,8 @@ class RemoteStore:
         with suppress(FileNotFoundError), self._asking(prefix, "list"):
             self._fs.invalidate_cache()
             found = self._ask("find", path)
-            return sorted(name[len(self._root) + 1 :] for name in found if name.startswith(f"{path}/"))
+            keys = sorted(name[len(self._root) + 1 :] for name in found if name.startswith(f"{path}/"))
+            return list(filter(is_key, keys))
         return []
 
     def delete_many(self, keys: Sequence[str]) -> None:
@@ -178,8 +180,8 @@ class RemoteStore:
         with suppress(FileNotFoundError), self._asking(prefix, "list"):
             self._fs.invalidate_cache()
             found: dict[str, dict[str, Any]] = self._ask("find", path, detail=True)
-            below = {name: info for name, info in sorted(found.items()) if name.startswith(f"{path}/")}
-            return {name[len(self._root) + 1 :]: _stat(info) for name, info in below.items()}
+            below = {name[len(self._root) + 1 :]: info for name, info in found.items() if name.startswith(f"{path}/")}
+            return {key: _stat(below[key]) for key in sorted(filter(is_key, below))}
         return {}
 
     def delete_unchanged(self, found: Mapping[str, Stat]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from ckptkit.durable.orbax.host_shards import STRINGS_FILE, is_text_leaf
 from ckptkit.durable.read_step import DurableReader, without_identity
 from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
 from ckptkit.durable.stored_arrays import read_arrays
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, StoreError, internal_error
 from ckptkit.inspection.shares import joined_problems, leaf_of_record
 from ckptkit.inspection.sharing import shared_files, steps_words
 from ckptkit.model.boxes import Box
@@ -56,6 +57,7 @@ _WHY = {
     "gone": "the step names {}, which does not exist",
     "bare": "nothing keeps digests of {}; everything else is proven",
 }
+_log = logging.getLogger("ckptkit")
 _SETTLE_S = 0.2  # that a deletion which is under way gets, before a step counts as damaged
 
 
@@ -81,6 +83,27 @@ def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, tim
         reason = "it was never committed: a save in flight, or an interrupted one"
         return [StepProof(step=step, state="incomplete", kind="durable", path=place.url, reason=reason)]
     return prove_written(place, step, limits, notes, timeout_s=timeout_s)
+
+
+def judged_step(place: Place, step: int, limits: Limits, notes: list[str], *, timeout_s: float) -> list[StepProof]:
+    """The result of `prove_step`, for a look at all steps of a root: one that ends in an error costs one line.
+
+    Raises `StoreError` or OSError where it cannot be reached: unreachable is not corrupt.
+    """
+    try:
+        return prove_step(place, step, limits, notes, timeout_s=timeout_s)
+    except CorruptCheckpointError as error:
+        finding = Finding(path=place.url, problem=str(error))
+        words = _damage_words([finding])
+        return [
+            StepProof(step=step, state="corrupt", kind="durable", path=place.url, reason=words, findings=(finding,))
+        ]
+    except (StoreError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001  it becomes the verdict of this step
+        _log.debug("%s", place.url, exc_info=error)
+        reason = internal_error(error)
+        return [StepProof(step=step, state="failed", kind="durable", path=place.url, reason=reason)]
 
 
 def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, timeout_s: float) -> list[StepProof]:
@@ -193,9 +216,10 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
             with _reported(findings, item.url):
                 _check_structure(item, manifests, timeout_s, findings)
         elif item.name in as_files and first is not None:
-            for manifest in with_file_leaves(next(iter(sidecars.values()))):
-                if item.name in manifest.arrays:  # large ones; small ones are compared file by file
-                    checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, [manifest])
+            with _reported(findings, item.url):
+                for manifest in with_file_leaves(next(iter(sidecars.values()))):
+                    if item.name in manifest.arrays:  # large ones; small ones are compared file by file
+                        checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, [manifest])
         else:
             handler = handlers.get("" if item is place else item.name, "")
             with _reported(findings, item.url):
@@ -379,24 +403,30 @@ def _check_inline(
 ) -> None:
     """The sidecars keep small items too, with digests: Orbax's own file of each must have the same content."""
     for name, stored in manifests[0].inline.items():
-        item = place.below(name)
-        said = f"{item.url} is not what was saved"
-        if f"{name}/" not in place.names():
-            findings.append(Finding(path=place.url, problem=f"{place.url}: item {name} is gone"))
-        elif stored["kind"] == "grain":
-            findings += _iterator_findings(item, manifests, small.get(name))
-        elif stored["kind"] == FILES:
-            saved: dict[str, bytes] = {}
-            for manifest in reversed(manifests):  # of a name that several processes have written: the first one's
-                saved |= files_in(manifest.inline[name])
-            wrong = [file for file, data in sorted(saved.items()) if item.read(file) != data]
-            findings += [Finding(path=item.url, problem=f"{item.url}/{file} is not what was saved") for file in wrong]
-        elif stored["kind"] not in ("json", "metrics"):
-            continue
-        elif item_kind(item) != "json":
-            findings.append(Finding(path=place.url, problem=f"{item.url}: its file is missing"))
-        elif name in small and _text(small[name]) != _text(stored["value"]):
-            findings.append(Finding(path=item.url, problem=said, item=name))
+        with _reported(findings, place.below(name).url):
+            findings += _small_item_findings(place, place.below(name), stored, manifests, small)
+
+
+def _small_item_findings(
+    place: Place, item: Place, stored: Mapping[str, Any], manifests: Sequence[Manifest], small: Mapping[str, object]
+) -> Iterator[Finding]:
+    if f"{item.name}/" not in place.names():
+        yield Finding(path=place.url, problem=f"{place.url}: item {item.name} is gone")
+    elif stored["kind"] == "grain":
+        yield from _iterator_findings(item, manifests, small.get(item.name))
+    elif stored["kind"] == FILES:
+        saved: dict[str, bytes] = {}
+        for manifest in reversed(manifests):  # of a name that several processes have written: the first one's
+            saved |= files_in(manifest.inline.get(item.name, {"value": {}}))
+        for file, data in sorted(saved.items()):
+            if item.read(file) != data:
+                yield Finding(path=item.url, problem=f"{item.url}/{file} is not what was saved")
+    elif stored["kind"] not in ("json", "metrics"):
+        return
+    elif item_kind(item) != "json":
+        yield Finding(path=place.url, problem=f"{item.url}: its file is missing")
+    elif item.name in small and _text(small[item.name]) != _text(stored["value"]):
+        yield Finding(path=item.url, problem=f"{item.url} is not what was saved", item=item.name)
 
 
 def _iterator_findings(item: Place, manifests: Sequence[Manifest], states: Any) -> Iterator[Finding]:

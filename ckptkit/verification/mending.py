@@ -36,7 +36,6 @@ from ckptkit.slots.files import file_bytes
 from ckptkit.slots.latest_pointer import forget_newest
 from ckptkit.slots.reader import manifest_name_of
 from ckptkit.store import PutMode, Store, open_store
-from ckptkit.store.base import checked_key
 from ckptkit.store.local import make_directory, sync_directory, sync_tree
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, move_aside
 from ckptkit.util.clock import wall_s
@@ -244,7 +243,14 @@ class RootStep:
     def _write(self, store: Store, target: str, sidecars: Sidecars, sources: Sources) -> set[str]:
         """Writes the step as it was saved, below the prefix `target`: arrays and small items from verified cells and
         records, the rest unchanged. Returns the keys of what may differ from the damaged step."""
-        _copy(store, self.place.name, target, lambda key: not _is_tree(key, sidecars))
+        files = small_files(self.place, sidecars)
+        large_files = _large_files(sidecars)
+        ways = {str(way) for key in (*sidecars, *files, *large_files) for way in (Path(key), *Path(key).parents)}
+
+        def wanted(key: str) -> bool:  # a link on the way to a new file would lead the write to another file
+            return not _is_tree(key, sidecars) and not (key in ways and self.place.is_link(key))
+
+        _copy(store, self.place.name, target, wanted)
         for item, manifests in sidecars.items():
             writer = CellStream(f"{store.url}/{target}/{item}", _COMMIT_BYTES)
             for leaf in merged_leaves(manifests, item):
@@ -252,12 +258,13 @@ class RootStep:
             for leaf, cell, block in proven_cells(item, manifests, sources):
                 writer.write(leaf, cell, block)
             writer.finish()
-        files = small_files(self.place, sidecars)
         for key, data in files.items():
             store.put(f"{target}/{key}", data)
         large = set[str]()
         if store.properties.file_system:
-            large = _mend_large_files(Path(store.url, target), sidecars, sources)
+            for key, (name, leaf) in large_files.items():
+                _mend_file(Path(store.url, target, key), name, leaf, sources)
+            large = set(large_files)
             sync_tree(Path(store.url, target))
         trees = [key.removeprefix(f"{target}/") for key in store.list_all(target)]
         return {*files, *large, *(key for key in trees if _is_tree(key, sidecars))}
@@ -396,17 +403,14 @@ def _copy_over(
     return None
 
 
-def _mend_large_files(copy: Path, sidecars: Sidecars, sources: Sources) -> set[str]:
-    """Writes the large files of handlers in a copy on a disk as they were saved. Returns their keys. Cost: reads each
-    of them. Raises `CannotMendError`."""
+def _large_files(sidecars: Sidecars) -> dict[str, tuple[str, LeafRecord]]:
+    """The large files of handlers in a step, by key: the item of each, and its leaf."""
     found = dict[str, tuple[str, LeafRecord]]()
     for manifest in with_file_leaves(next(iter(sidecars.values()))):
         for name, leaves in manifest.arrays.items():
             for leaf in filter(is_file, leaves):
-                found.setdefault(checked_key(f"{name}/{leaf.path[1]}"), (name, leaf))  # the first process's
-    for key, (name, leaf) in found.items():
-        _mend_file(copy / key, name, leaf, sources)
-    return set(found)
+                found.setdefault(f"{name}/{leaf.path[1]}", (name, leaf))  # the first process's
+    return found
 
 
 def _mend_file(path: Path, name: str, leaf: LeafRecord, sources: Sources) -> None:

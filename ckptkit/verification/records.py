@@ -12,7 +12,7 @@ from ckptkit.util.plain import plain_fields
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
 
-ProofState = Literal["proven", "corrupt", "unproven", "incomplete"]
+ProofState = Literal["proven", "corrupt", "unproven", "incomplete", "failed"]
 ProofKind = Literal["slot", "durable"]
 
 
@@ -54,7 +54,7 @@ class StepProof:
     `proven`: every cell that the save consists of is there and matches its digest. `corrupt`: something does not.
     `unproven`: nothing of it is damaged, and of some nobody kept digests, or it takes more memory to read than is
     allowed. `incomplete`: what is here is proven, and is not all of it (a step that was never committed, or a fast tier
-    that holds some processes' shares).
+    that holds some processes' shares). `failed`: an error of ckptkit's own ended the look, and `reason` has it.
     """
 
     step: int
@@ -82,6 +82,11 @@ class Verification:
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     item: str | None = None
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The steps at which an error of ckptkit's own ended the look, and the error."""
+        return tuple(f"{proof.path}: {proof.reason}" for proof in self.steps if proof.state == "failed")
 
     @property
     def corrupt(self) -> bool:

@@ -22,10 +22,10 @@ from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.util.plain import plain_fields
-from ckptkit.verification.durable import identity_of, items_of, prove_step
+from ckptkit.verification.durable import identity_of, items_of, judged_step
 from ckptkit.verification.mending import ManifestFile, RootStep, SlotShare, clean_repairs
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
-from ckptkit.verification.records import FORMAT, Finding, ProofKind, StepProof, VerifyProgress
+from ckptkit.verification.records import FORMAT, Finding, ProofKind, StepProof, Verification, VerifyProgress
 from ckptkit.verification.slots import ShareProof, damaged_manifests, prove_share
 from ckptkit.verification.sources import CannotMendError, RepairSource, Sources, durable_sources, slot_source
 
@@ -49,7 +49,8 @@ class Treatment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrub:
     """Every copy that was looked at: how many were whole, and what became of each that was not. `notes`: directories
-    that are not steps and why, and tiers that have no slots of the root."""
+    that are not steps and why, and tiers that have no slots of the root. `failed`: steps at which an error of ckptkit's
+    own ended the look."""
 
     root: str
     repair: bool
@@ -58,6 +59,7 @@ class Scrub:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
 
     @property
     def damaged(self) -> bool:
@@ -155,6 +157,7 @@ class _Scrubber:
             findings=tuple(findings),
             notes=tuple(self._notes),
             problems=tuple(problems),
+            failed=Verification(path=url, steps=tuple(proof for _, proof in self._steps)).failed,
         )
 
     def _ancestry(self) -> tuple[Ancestry, list[str]]:
@@ -195,7 +198,7 @@ class _Scrubber:
     def _look_at(self, found: DurableStep) -> list[_DamagedCopy]:
         """Verifies a durable step, or nothing if it was pruned meanwhile. Returns it if it is damaged."""
         before = identity_of(found.place.again())
-        proofs = prove_step(found.place, found.step, self._limits, [], timeout_s=self._timeout_s)
+        proofs = judged_step(found.place, found.step, self._limits, [], timeout_s=self._timeout_s)
         self._steps += [(found, proof) for proof in proofs]
         return [
             _DamagedCopy(
@@ -249,7 +252,7 @@ class _Scrubber:
         if reason is None:
             try:
                 reason = each.copy.mend(sources, writes=self._repair)
-            except CannotMendError as error:
+            except (CannotMendError, CorruptCheckpointError) as error:
                 act, reason = "quarantine", str(error)
                 left = self._why_not_put_aside(each, sources)
                 if left is None and self._repair:

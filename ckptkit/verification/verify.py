@@ -15,7 +15,7 @@ from ckptkit.model import paths
 from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
-from ckptkit.verification.durable import prove_step
+from ckptkit.verification.durable import judged_step, prove_step
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
 from ckptkit.verification.records import StepProof, Verification, VerifyProgress
 from ckptkit.verification.slots import prove_slots, slot_directories_below
@@ -84,7 +84,7 @@ def _of_durable(
     for each in steps:
         if step in (None, each.step):
             try:
-                proofs += prove_step(each.place, each.step, limits, notes, timeout_s=timeout_s)
+                proofs += judged_step(each.place, each.step, limits, notes, timeout_s=timeout_s)
             except (StoreError, OSError) as error:  # unreachable is not corrupt, and the others are still read
                 unread.append(error)
     with with_damage([*problems, *(f"{each.path}: {each.problem}" for proof in proofs for each in proof.findings)]):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, TransientStoreError
 from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.paths import is_utf8
 from ckptkit.store import Store, open_store
 from ckptkit.store.backends import BACKENDS, Needed, backend_of, is_refusal, properties_of, refused
 from ckptkit.util.clock import Deadline
@@ -51,9 +52,13 @@ def base_of(directory: str) -> str | dict[str, Any]:
     """The key-value store below a directory, a path or a bucket URL, which ends in `/`.
 
     In parts, since a name may have what a URL gives a meaning (`%`, `#`, `?`, a space). Raises what the service's
-    client raises without credentials; ImportError without that client; `StoreError` as `require_usable` does.
+    client raises without credentials; ImportError without that client; `StoreError` as `require_usable` does, and for a
+    path that is not UTF-8.
     """
     require_usable(directory)
+    if not is_utf8(directory):
+        what = "is not UTF-8, and TensorStore reads no such path; rename the directory, or use a link with another name"
+        raise StoreError(f"{directory} {what}", path=directory)
     backend = backend_of(directory)
     if backend.driver is None:
         return f"{directory}/"

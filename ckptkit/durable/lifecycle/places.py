@@ -65,11 +65,6 @@ class ReadOnlyStore(WrapperStore):
                 f"{where} has {found.size_bytes} bytes, and metadata has at most {MANIFEST_BYTES_MAX}", path=where
             )
 
-    @override
-    def list(self, prefix: str) -> list[str]:
-        """Leaves out names that cannot be a part of a key."""
-        return [name for name in super().list(prefix) if name.rstrip("/") not in ("", ".", "..")]
-
 
 @final
 class Place:
