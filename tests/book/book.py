@@ -276,7 +276,7 @@ class Book:
         of another run, which could not record itself, perhaps."""
         while segment is not None:
             yield segment
-            number = self.saves[segment.base].segment if segment.base else None
+            number = self.saves[int(segment.base)].segment if segment.base else None
             segment = next((each for each in root.segments if each.number == number), None)
 
     @staticmethod
