@@ -212,21 +212,22 @@ def test_directory_of_a_handler_is_removed_at_the_next_start(tmp_path: Path) -> 
         assert not left.exists()
 
 
-@pytest.mark.parametrize("what", ["link", "linked directory", "empty directory"])
+@pytest.mark.parametrize("what", ["link", "linked directory", "empty directory", "name that is not UTF-8"])
 def test_what_is_no_file_is_left_to_orbax(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restore from a fast tier would not have it."""
-    plain = StoryHandler.save
+    plain, name = StoryHandler.save, "more\udcff" if what == "name that is not UTF-8" else "more"
 
     def save(self: Any, directory: Any, args: Any) -> None:
         plain(self, directory, args)
         if what == "empty directory":
             (directory / "more").mkdir()
+        elif name != "more":
+            Path(str(directory), name).write_bytes(b"?")
         else:
             os.symlink("length" if what == "link" else "notes", directory / "more")
 
     monkeypatch.setattr(StoryHandler, "save", save)
-    more = saved(tmp_path) / "run/1/story/more"
-    assert more.exists()
+    assert (saved(tmp_path) / "run/1/story" / name).exists()
     shutil.rmtree(tmp_path / "run" / "1")
     with manager(tmp_path) as made:
         assert made.all_steps() == []

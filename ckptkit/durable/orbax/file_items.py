@@ -155,8 +155,8 @@ def _mapped(path: str) -> np.ndarray:
 def _refuse_unshared(place: epath.Path, found: list[str] | None) -> None:
     if found is None:
         raise ValueError(
-            f"the handler of an item left a link or an empty directory on process {jax.process_index()} of "
-            f"{jax.process_count()}: let it write files alone"
+            f"the handler of an item left a link, an empty directory or a name that is not UTF-8 on process "
+            f"{jax.process_index()} of {jax.process_count()}: let it write files alone"
         )
     unmerged = sorted({part for path in found for part in Path(path).parts if part.startswith(_UNMERGED)})
     if unmerged:
@@ -167,14 +167,14 @@ def _refuse_unshared(place: epath.Path, found: list[str] | None) -> None:
 
 
 def _files_below(place: epath.Path) -> list[str] | None:
-    """Every file, in order; None where there is a link or an empty directory, which files alone do not give back. A
-    process of several may have written nothing."""
+    """Every file, in order; None where there is a link, an empty directory or a name that is not UTF-8, which files by
+    name do not give back. A process of several may have written nothing."""
     found: list[str] = []
     for directory, directories, names in os.walk(place):
         files = [os.path.join(directory, name) for name in names]
         links = any(map(os.path.islink, [*files, *(os.path.join(directory, name) for name in directories)]))
         is_empty = not (directories or names) and not (directory == str(place) and jax.process_count() > 1)
-        if links or is_empty:
+        if links or is_empty or not all(map(paths.is_utf8, names)):
             return None
         found += files
     return sorted(found)
