@@ -133,7 +133,7 @@ def test_damage_is_told_when_a_later_step_cannot_be_read(
 ) -> None:
     """Hours of reading would be lost, because of one file that may not be read."""
     module: Any = sys.modules[f"ckptkit.verification.{command}"]  # the function has its name
-    prove = module.prove_step
+    prove = module.judged_step
 
     def refuse(place: object, step: int, *args: object, **words: object) -> object:
         if step == 200:
@@ -141,7 +141,7 @@ def test_damage_is_told_when_a_later_step_cannot_be_read(
         return prove(place, step, *args, **words)
 
     inflict("bit flip", sorted((root / "100/state/d").iterdir()), [], 1)
-    monkeypatch.setattr(module, "prove_step", refuse)
+    monkeypatch.setattr(module, "judged_step", refuse)
     said = ckpt(command, root)
     assert said.code == 1
     assert all(f"{root}/{step}" in said.err for step in (100, 200, 300)), said.err

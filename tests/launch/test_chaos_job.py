@@ -60,16 +60,18 @@ def test_report_has_every_fault_and_what_it_cost(
     events = [event for event in read_events("out/events/launcher.jsonl") if event.kind == Kind.INJECTED]
     told = [(event.fields["fault"], event.fields["what"], event.fields["target"]) for event in events]
     ram = str(tmp_path / "ram")
-    assert [each[:2] for each in told] == [(n, what) for n in (0, 1) for what in ("kill", "wipe", "flip")]
-    assert [target for *_, target in told] == ["process 0", ram, str(tmp_path / "ssd")] * 2
+    harms = [("kill", "process 0"), ("wipe", ram), ("flip", str(tmp_path / "ssd"))]
+    expected = [(number, *harm) for number in (0, 1) for harm in harms]
+    assert told in (expected, [*expected[:2], *expected[3:]])  # at the first fault the SSD may have no copy yet
     lost = [event for event in read_events("out/events/launcher.jsonl") if event.kind == Kind.DISRUPTED]
     assert [event.fields["wiped"] for event in lost] == [[ram], [ram]]
-    assert all(kill.at_s <= loss.at_s for kill, loss in zip(events[::3], lost, strict=True))
+    kills = [event for event in events if event.fields["what"] == "kill"]
+    assert all(kill.at_s <= loss.at_s for kill, loss in zip(kills, lost, strict=True))
     logs = load_run("out/events")
     assert [each.did for each in goodput_report(logs).injected] == [event.fields["did"] for event in events]
     page = Path("out/goodput.html").read_text()
     assert page == goodput_page(goodput_report(logs), timeline_of(logs), title="Goodput under faults")
-    assert page.count('<g class="injected">') == 6
+    assert page.count('<g class="injected">') == len(events)
     assert f"emptied {ram}: " in page
     assert main(["goodput", "out/events"]) == 0
     assert f"emptied {ram}: " in capfd.readouterr().out

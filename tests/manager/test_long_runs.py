@@ -77,14 +77,14 @@ def test_rejected_restores_keep_no_arrays(tmp_path: Path, monkeypatch: pytest.Mo
 
     tier = ckptkit.Tier.ram(str(tmp_path / "tier"), save=ckptkit.EverySteps(1))
     with ckptkit.CheckpointManager(tmp_path / "run", tiers=[tier], host_id="host") as manager:
-        manager.save(0, args=args.StandardSave({"w": jnp.arange(1000.0)}))
+        manager.save(0, args=args.StandardSave({"w": jnp.arange(1013.0)}))
         manager.wait_until_finished()
         monkeypatch.setattr(job_vote, "_vote", of_another)
         for _ in range(3):
             with pytest.raises(ckptkit.CorruptCheckpointError) as raised:
                 manager.restore(0)
             errors.append(raised.value)
-            held.append(sum(array.shape == (1000,) for array in jax.live_arrays()))
+            held.append(sum(array.shape == (1013,) for array in jax.live_arrays()))
     assert held == [0, 0, 0]
 
 
