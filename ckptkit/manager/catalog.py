@@ -61,8 +61,8 @@ class Catalog:
     def delete(self, step: int, about: str) -> None:
         """Deletes `step` from every tier, in the call `about`; raises `StepNotFoundError` for one that is in none.
 
-        After the newest one the tiers are looked at as at a start: of the saves whose hosts were lost in part the
-        newest is a step only where no whole save is newer.
+        After the newest step was deleted, the tiers are looked at again, as at a start: a save that has lost a host is
+        listed only while no whole save is newer, so one may be listed now.
         """
         storage, history = self._storage, self._history
         if step not in {*history.ledger.steps(), *(record.step for record in history.ledger.rejected())}:

@@ -11,7 +11,7 @@ A candidate has one of four outcomes, and each has one consequence (`FOLLOWS`):
 
 Unsuited is what some processes had not committed and replicas do not hold either, is for another number of processes,
 or is only in a form of Orbax's. Unreachable is what this call cannot have: a tier or a process does not answer, a
-permission lacks, the tree that is asked for is another, or an intact save lacks an item.
+permission is missing, the tree that is asked for is another, or an intact save lacks an item.
 
 The processes vote twice on a candidate: on its plan, before any array is read, and on what each has read. There the
 error of one process decides for all. `CorruptCheckpointError`, `FileNotFoundError` and `ItemNotFoundError` reject the
