@@ -90,7 +90,7 @@ def test_handler_that_fails_on_one_process_drops_the_step_on_all(found: list[dic
         assert [saves[0], saves[3]] == [True, True]
         if number == 1:
             assert "the handler raised" in saves[1]
-            assert "left a link or an empty directory on process 1 of 3" in saves[2]
+            assert "left a link, an empty directory or a name that is not UTF-8 on process 1 of 3" in saves[2]
 
 
 def test_meshes_of_each_process_alone_are_refused(found: list[dict[str, Any]]) -> None:
