@@ -100,8 +100,8 @@ class _Commands(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"ckptkit.{_COMMANDS[cmd_name][1]}")
-        if not gc.get_freeze_count():  # no module is garbage: to look at all of them takes a quarter of a command's time
-            gc.freeze()
+        if not gc.get_freeze_count():
+            gc.freeze()  # modules are no garbage: to look at them again and again takes a quarter of a command's time
         found: click.Command = getattr(module, cmd_name.replace("-", "_"))
         _refuse_empty_paths(found)
         _add_examples(found, cmd_name)
