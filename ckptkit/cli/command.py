@@ -101,7 +101,7 @@ class _Commands(click.Group):
             return None
         module = importlib.import_module(f"ckptkit.{_COMMANDS[cmd_name][1]}")
         if not gc.get_freeze_count():
-            gc.freeze()  # modules are no garbage: to look at them again and again takes a quarter of a command's time
+            gc.freeze()  # modules stay: the collector would look at them for a quarter of the time
         found: click.Command = getattr(module, cmd_name.replace("-", "_"))
         _refuse_empty_paths(found)
         _add_examples(found, cmd_name)
