@@ -13,12 +13,13 @@ from tests.roots.commands import ACTIONS, Action
 from tests.roots.damaged import DAMAGED
 from tests.roots.foreign import FOREIGN
 from tests.roots.leavings import LEAVINGS
+from tests.roots.named import NAMED
 from tests.roots.oracle import Failure
 from tests.roots.running import Cell
 from tests.roots.sound import SOUND
 from tests.roots.tree import StepFact, StrangeRoot, Tree
 
-ROOTS: dict[str, StrangeRoot] = {**SOUND, **FOREIGN, **DAMAGED, **LEAVINGS}
+ROOTS: dict[str, StrangeRoot] = {**SOUND, **FOREIGN, **DAMAGED, **LEAVINGS, **NAMED}
 
 __all__ = [
     "ACTIONS",
