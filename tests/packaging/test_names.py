@@ -31,13 +31,13 @@ SOURCES: Final = {
     "ckptkit: a constant, a number or a random id": """
         diagnosis/tuner/probing.Probe._place durable/commit.DiskAttempt.begin durable/commit.DiskAttempt._commit
         durable/commit.DiskAttempt.give_up durable/write_part.PartWriter._write_arrays durable/write_part.sync
-        resume/programs._Proof._compare resume/programs._load resume/programs._load_same resume/programs._read slots/directory.keep_to_owner
+        resume/programs._Proof._compare resume/programs._load_same resume/programs._read slots/directory.keep_to_owner
         slots/directory._taken slots/files.SlotFiles.remove store/quarantine.arena_lock store/quarantine._locked
         upkeep/signatures.TrustedKey.require conversion/destination.Destination.commit
         durable/cells/unchanged._link durable/lifecycle/delete.move_away upkeep/pruning._removed
         upkeep/copying._Copying._commit upkeep/copying._Copying._remove durable/orbax/file_items._directory
     """,
-    "a listing, of which the store leaves out what is no key": """
+    "a listing, without what is no key": """
         durable/abandoned.clean_unmarked durable/abandoned._clean_disk manager/fast_tiers.own_host_dirs
         resume/programs._forget_oldest slots/directory.remove_directory slots/directory.remove_slots
         slots/directory.remove_unfinished slots/adopted._Directory.keep store/quarantine.move_aside
@@ -132,7 +132,7 @@ def test_every_function_that_touches_a_file_says_where_its_names_come_from() -> 
         for name in _functions(ast.parse(path.read_text()), module)
     }
     listed = [name for names in SOURCES.values() for name in names.split()]
-    assert sorted(found - set(listed)) == [], "say where the names in its path come from"
+    assert sorted(found - set(listed)) == [], "add them to the table, by the source of their names"
     assert sorted(set(listed) - found) == [], "it touches no file any more"
     assert len(listed) == len(set(listed))
 

@@ -163,7 +163,7 @@ def _safetensors(tree: Tree, names: list[str]) -> str:
 
 
 def _hugging_face(tree: Tree, names: list[str]) -> str:
-    """The tensors are said to be in files of hostile names."""
+    """An index of tensors whose files have hostile names."""
     tree.put("export/model.safetensors.index.json", json.dumps({"weight_map": {name: name for name in names}}))
     return "export"
 
