@@ -37,7 +37,7 @@ SOURCES: Final = {
         durable/cells/unchanged._link durable/lifecycle/delete.move_away upkeep/pruning._removed
         upkeep/copying._Copying._commit upkeep/copying._Copying._remove durable/orbax/file_items._directory
     """,
-    "a listing: the store leaves out what is no key": """
+    "a listing: the store leaves out names that cannot be keys": """
         durable/abandoned.clean_unmarked durable/abandoned._clean_disk manager/fast_tiers.own_host_dirs
         resume/programs._forget_oldest slots/directory.remove_directory slots/directory.remove_slots
         slots/directory.remove_unfinished slots/adopted._Directory.keep store/quarantine.move_aside
