@@ -69,7 +69,7 @@ class ProgramChangedError(CheckpointError):
 
 
 class MemoryBudgetError(CheckpointError, ValueError):
-    """What is read whole needs more memory than the caller allows; the message has the least budget."""
+    """A chunk that is read whole needs more memory than the caller allows. The message has the least budget."""
 
 
 class UnsuitedSaveError(CorruptCheckpointError):
