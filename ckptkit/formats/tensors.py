@@ -43,8 +43,8 @@ class Tensor:
 
     `fetch` reads a box and gives an array of the box's shape and the leaf's dtype. `spans` are its bytes, if it is
     stored in one piece and uncompressed. `sources` are the tensors that it is computed from: what reading them takes
-    counts for it. `stored` gives the
-    shape of a chunk and the boxes of those that exist, where a writer may leave out those of its fill value.
+    counts for it. `stored` gives the shape of a chunk and the boxes of those that exist, where a writer may leave out
+    those of its fill value.
     """
 
     item: str
