@@ -227,6 +227,10 @@ class DurableReader:
         """Whether reads wait for an answer: many at a time."""
         return self._store.properties.round_trips
 
+    def inline(self, item: str) -> dict[str, bytes]:
+        """The small values of the tree of an item, by key; none where it is not understood. Cost: its nodes, once."""
+        return self._placed.inline(item)
+
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""
         self._cells.expect(self._placed.expect(each for each in wanted if not is_file(each[1])))

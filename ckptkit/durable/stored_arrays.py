@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -65,9 +66,9 @@ class StoredArrays:
     problems: tuple[str, ...]
 
 
-def read_arrays(place: Place, *, timeout_s: float) -> StoredArrays:
-    """The layout of an item, its leaves, and what of it is damaged. Cost: one read per node of an
-    OCDBT tree, else one small read per leaf.
+def read_arrays(place: Place, *, timeout_s: float, inline: Mapping[str, bytes] = MappingProxyType({})) -> StoredArrays:
+    """The layout of an item, its leaves, and what of it is damaged. `inline` are the small values of its OCDBT tree,
+    where the caller has read that already. Cost: one read per node of an OCDBT tree, else one small read per leaf.
 
     Raises `CorruptCheckpointError` where a leaf has no readable zarr metadata: then nothing is known of it.
     """
@@ -86,7 +87,7 @@ def read_arrays(place: Place, *, timeout_s: float) -> StoredArrays:
         version, entries = _guessed(place, kvstore, timeout_s)
     names = [".".join(path) for path, _, in_zarr in entries if in_zarr]
     keys = [f"{array_prefix(name)}{_ZARR_NAMES[version]}" for name in names]
-    found = dict(zip(names, _documents(place, kvstore, keys, ocdbt, timeout_s), strict=True))
+    found = dict(zip(names, _documents(place, kvstore, keys, inline, ocdbt, timeout_s), strict=True))
     facts = _all_facts(place.url, version, found)
     shardings = _tolerated(lambda: _shardings(place), notes)
     impls = _tolerated(lambda: _key_impls(place), problems)
@@ -125,9 +126,13 @@ def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[Tr
     raise CorruptCheckpointError(f"{place.url} has neither {TREE_METADATA} nor any zarr array", path=place.url)
 
 
-def _documents(place: Place, kvstore: Any, keys: Sequence[str], ocdbt: bool, timeout_s: float) -> list[bytes]:
+def _documents(
+    place: Place, kvstore: Any, keys: Sequence[str], inline: Mapping[str, bytes], ocdbt: bool, timeout_s: float
+) -> list[bytes]:
     """zarr's own metadata of every leaf; raises `CorruptCheckpointError` naming those that have none."""
-    known = _in_tree(place, keys, timeout_s) if ocdbt else {}
+    known = {key: inline[key] for key in keys if key in inline}
+    if ocdbt and not inline:
+        known = _in_tree(place, keys, timeout_s)
     rest = [key for key in keys if key not in known]
     for start in range(0, len(rest), _READS_AT_ONCE):
         some = rest[start : start + _READS_AT_ONCE]

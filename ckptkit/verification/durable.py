@@ -211,10 +211,11 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
     as_files = set() if first is None else {name for name, each in first.inline.items() if each["kind"] == FILES}
     for item in readable_items:
         if (manifests := sidecars.get(item.name)) is not None:
-            checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, manifests)
+            reader = DurableReader(step_url_of(place, item), step=step)
+            checks += _our_checks(reader, item, manifests)
             stock.notes.extend(joined_problems(item, manifests))
             with _reported(findings, item.url):
-                _check_structure(item, manifests, timeout_s, findings)
+                _check_structure(reader, item, manifests, timeout_s, findings)
         elif item.name in as_files and first is not None:
             with _reported(findings, item.url):
                 for manifest in with_file_leaves(next(iter(sidecars.values()))):
@@ -346,9 +347,11 @@ def _cell_check(
     )
 
 
-def _check_structure(item: Place, manifests: Sequence[Manifest], timeout_s: float, findings: list[Finding]) -> None:
+def _check_structure(
+    reader: DurableReader, item: Place, manifests: Sequence[Manifest], timeout_s: float, findings: list[Finding]
+) -> None:
     """Orbax's own metadata must describe what the sidecars do: stock Orbax restores by it."""
-    stored = read_arrays(item, timeout_s=timeout_s)
+    stored = read_arrays(item, timeout_s=timeout_s, inline=reader.inline(item.name))
     problems = (*stored.notes, *stored.problems)
     findings += [Finding(path=item.url, problem=problem) for problem in problems]
     described = {leaf.path: leaf for leaf in stored.leaves if leaf.dtype is not None}  # empty nodes have no bytes

@@ -283,16 +283,20 @@ def test_slot_reused_during_verification_is_superseded(job: Job) -> None:
     assert not found.corrupt
 
 
-def test_step_pruned_during_verification_is_noted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_pruned_during_verification_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running job's root would be called damaged with every prune."""
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        for step in STEPS:
+            manager.save(step, args=ocp.args.StandardSave({"w": jnp.arange(50_000) + step}))
+            manager.wait_until_finished()
 
     def pruned(*args: Any, step: int, **more: Any) -> Any:
         if step == 1:
-            shutil.rmtree(job.root / "1")
+            shutil.rmtree(tmp_path / "1")
         return check_cells(*args, step=step, **more)
 
     monkeypatch.setattr("ckptkit.verification.durable.check_cells", pruned)
-    found = ckptkit.verify(str(job.root))
+    found = ckptkit.verify(str(tmp_path))
     assert states(found) == {0: "proven"}
     assert "pruned or replaced while it was read" in found.notes[0]
 

@@ -6,7 +6,10 @@ keys one by one took 37 s of processor time, the nodes themselves 0.3 s.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -87,6 +90,7 @@ def _leaves(base: Any, finished: Finished, keys_max: int | None = None) -> Itera
             dumps = [ts.ocdbt.dump(base, location) for location, _ in some]
             for (_, prefix), dump in zip(some, dumps, strict=True):
                 node = finished(dump)
+                _release(node)
                 if node["height"] != height:
                     continue
                 if height:
@@ -104,3 +108,41 @@ def _children(node: Any, prefix: bytes, seen: set[str]) -> list[tuple[str, bytes
             seen.add(entry["location"])
             found.append((entry["location"], prefix + entry["subtree_common_prefix"]))
     return found
+
+
+def _release(node: dict[str, Any]) -> None:
+    """Takes back the reference too many that TensorStore (0.1.86) keeps to each part of a dump: a look at 200 steps of
+    4,000 leaves grew by 800 MiB. Cost: 2 microseconds for each part."""
+    if not _keeps_too_many():
+        return
+    for holder in (node, *node["entries"]):
+        for part in (*holder, *holder.values()):
+            if sys.getrefcount(part) == _HELD + 1:
+                _let_go(part)
+
+
+_let_go = ctypes.pythonapi.Py_DecRef
+_let_go.argtypes, _let_go.restype = [ctypes.py_object], None
+
+
+def _counts(holder: dict[str, Any]) -> list[int]:
+    counts: list[int] = []
+    for part in (*holder, *holder.values()):  # a loop as in `_release`: a comprehension may hold one reference more
+        counts.append(sys.getrefcount(part))
+    return counts
+
+
+_HELD = _counts({"".join(["ke", "y"]): bytes(bytearray(9))})[1]  # references to a part that nobody else has
+
+
+@cache
+def _keeps_too_many() -> bool:
+    """Whether this TensorStore does: every part of a tree of two entries, none of which is shared, has one too many."""
+    context = ts.Context()
+    base = ts.KvStore.open("memory://", context=context).result()
+    tree = ts.KvStore.open({"driver": "ocdbt", "base": "memory://"}, context=context).result()
+    for key in ("one", "two"):
+        tree.write(key, b"some value").result()
+    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
+    entries = ts.ocdbt.dump(base, root).result()["entries"]
+    return len(entries) == 2 and {count for each in entries for count in _counts(each)} == {_HELD + 1}

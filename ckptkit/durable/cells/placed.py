@@ -66,6 +66,10 @@ class _Places:
         document = self.of(item).get(f"{array_prefix(leaf.name)}.zarray")
         return isinstance(document, bytes) and _is_plain(document, leaf.dtype, leaf.shape, leaf.cell)
 
+    def inline(self, item: str) -> dict[str, bytes]:
+        """The values that are in the tree of an item itself, by key. Cost: as `of`."""
+        return {key: place for key, place in self.of(item).items() if isinstance(place, bytes)}
+
     def base(self, item: str) -> Any:
         """The key-value store of an item's files."""
         if item not in self._bases:
@@ -102,6 +106,10 @@ class PlacedCells:
     def open(self, item: str) -> None:
         """Reads the places of an item's cells, once."""
         self._places.of(item)
+
+    def inline(self, item: str) -> dict[str, bytes]:
+        """The values that are in the tree of an item itself, by key; none where the tree is not understood."""
+        return self._places.inline(item)
 
     def describes(self, item: str, leaf: LeafRecord) -> bool:
         """Whether zarr's metadata of a leaf, too, has its cells as the plain bytes that `fill` gives."""
@@ -177,6 +185,10 @@ class PlacedRanges:
     def open(self, item: str) -> None:
         """Reads the places of an item's cells, once."""
         self._places.of(item)
+
+    def inline(self, item: str) -> dict[str, bytes]:
+        """The values that are in the tree of an item itself, by key; none where the tree is not understood."""
+        return self._places.inline(item)
 
     def describes(self, item: str, leaf: LeafRecord) -> bool:
         """Whether zarr's metadata of a leaf, too, has its cells as the plain bytes that `fill` gives."""
