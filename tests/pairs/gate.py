@@ -1,0 +1,129 @@
+"""A gate: the threads of one command stand still from its n-th storage operation on, until they are let go.
+
+On a disk the operations are Python's audit events for paths below the root; in a bucket the requests of a store.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+_EVENTS: Final = frozenset(
+    ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir", "os.link", "os.symlink")
+)
+_owned = threading.local()  # owner: the command for which a thread works; threads inherit it from who starts them
+_gates: list[Gate] = []  # an audit hook can never be taken out: it looks here
+
+
+@final
+class Gate:
+    """Counts the operations of one owner below a root; all its threads stand from operation `at` until `open`."""
+
+    def __init__(self, owner: str, below: str, at: int | None):
+        self.owner, self.below, self.at = owner, below, at
+        self.count = 0
+        self.stands = threading.Event()
+        self.stood_at = ""
+        self._open = threading.Event()
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Lets it go on, to its end."""
+        self._open.set()
+
+    def operation(self, event: str, where: str) -> None:
+        """One operation of the owner: waits here where it is time."""
+        with self._lock:
+            self.count += 1
+            if self.count == self.at:
+                self.stood_at = f"{event} {where}"
+                self.stands.set()
+        if self.stands.is_set():
+            self._open.wait()
+
+
+def owner() -> str:
+    """The command for which this thread works; empty for none."""
+    return getattr(_owned, "owner", "")
+
+
+@contextmanager
+def gated(gate: Gate) -> Iterator[None]:
+    """The gate counts, on disks and in buckets, in this context."""
+    _install()
+    _gates.append(gate)
+    try:
+        yield
+    finally:
+        _gates.remove(gate)
+        gate.open()
+
+
+def started(name: str, work: Callable[[], None]) -> threading.Thread:
+    """A thread that works for a command."""
+    _install()
+
+    def owned() -> None:
+        _owned.owner = name
+        work()
+
+    thread = threading.Thread(target=owned, name=f"pairs-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _gates or event not in _EVENTS or getattr(_owned, "busy", False):
+        return
+    for gate in tuple(_gates):
+        if owner() == gate.owner and (where := _below(gate.below, event, arguments)) is not None:
+            gate.operation(event, where)
+
+
+def _below(root: str, event: str, arguments: tuple[Any, ...]) -> str | None:
+    for path in arguments[:2]:
+        if isinstance(path, str | bytes | os.PathLike):
+            text = os.fsdecode(path)
+            if text.startswith(root):
+                return text[len(root) :]
+            if event != "open" and not text.startswith("/"):  # by a descriptor of a directory
+                return text
+    return None
+
+
+def _asked(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def gated_ask(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        for gate in tuple(_gates):
+            if owner() == gate.owner and gate.below in self.url + "/":
+                gate.operation(method, str(args[0])[-80:] if args else "")
+        return ask(self, method, *args, **kwargs)
+
+    return gated_ask
+
+
+def _install() -> None:
+    if getattr(threading.Thread, "is_owned", False):
+        return
+    from ckptkit.store.remote import RemoteStore
+
+    start = threading.Thread.start
+
+    def start_owned(thread: threading.Thread) -> None:
+        name, run = owner(), thread.run
+        if name:
+
+            def run_owned() -> None:
+                _owned.owner = name
+                run()
+
+            thread.run = run_owned
+        start(thread)
+
+    threading.Thread.start = start_owned  # pyright: ignore[reportAttributeAccessIssue]
+    threading.Thread.is_owned = True  # pyright: ignore[reportAttributeAccessIssue]
+    RemoteStore._ask = _asked(RemoteStore._ask)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    sys.addaudithook(_hook)
