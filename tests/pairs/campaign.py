@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.pairs.gate import moments
 from tests.pairs.running import Interleaving, Pairs
 
 _kept = ExitStack()
@@ -29,14 +30,12 @@ def _pairs(medium: str) -> Pairs:
 def run_pair(work: tuple[str, str, str, int | None, int, bool]) -> tuple[int, Sequence[tuple[str, str, str]]]:
     """Every interleaving of a pair, or one: how many there were, and each failure with what repeats it."""
     medium, first, second, at, every, apart = work
-    count, number, found = 0, at or 1, list[tuple[str, str, str]]()
-    while True:
+    pairs = _pairs(medium)
+    numbers = [at] if at else moments(pairs.trace(first, second), pairs.trace(second, first))[::every]
+    count, found = 0, list[tuple[str, str, str]]()
+    for number in numbers:
         which = Interleaving(medium=medium, first=first, second=second, at=number, apart=apart)
-        result = _pairs(medium).run(which)
-        if not result.stood_at:  # it ended before: there is no such operation
-            return count, found
-        count += 1
+        result = pairs.run(which)
+        count += bool(result.stood_at)  # else it ended before: its threads took another order
         found += [(str(which), each.kind, each.text) for each in result.failures]
-        if at is not None:
-            return count, found
-        number += every
+    return count, found

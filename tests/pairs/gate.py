@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
 _EVENTS: Final = frozenset(
     ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir", "os.link", "os.symlink")
 )
+_READS: Final = ("cat_file", "exists", "info", "ls", "find")
 _owned = threading.local()  # owner: the command for which a thread works; threads inherit it from who starts them
 _gates: list[Gate] = []  # an audit hook can never be taken out: it looks here
 
@@ -28,6 +29,7 @@ class Gate:
         self.count = 0
         self.stands = threading.Event()
         self.stood_at = ""
+        self.trace: list[tuple[str, bool]] = []  # where, and whether it writes
         self._open = threading.Event()
         self._lock = threading.Lock()
 
@@ -35,15 +37,40 @@ class Gate:
         """Lets it go on, to its end."""
         self._open.set()
 
-    def operation(self, event: str, where: str) -> None:
+    def operation(self, event: str, where: str, *, writes: bool) -> None:
         """One operation of the owner: waits here where it is time."""
         with self._lock:
             self.count += 1
+            self.trace.append((where, writes))
             if self.count == self.at:
                 self.stood_at = f"{event} {where}"
                 self.stands.set()
         if self.stands.is_set():
             self._open.wait()
+
+
+def moments(trace: Sequence[tuple[str, bool]], other: Sequence[tuple[str, bool]]) -> list[int]:
+    """The operations before which the first command is to stand, given its own trace and that of the second one.
+
+    Left out are those after a read of what the second one does not write: it may as well run before that read.
+    """
+    written = {_part(where) for where, writes in other if writes}
+    kept = [1]
+    for number, (where, writes) in enumerate(trace, 2):
+        part = _part(where)
+        listing = part == "" and written  # of the root
+        below = part.isdecimal() and "?" in written  # by a descriptor: of a step, perhaps
+        if number <= len(trace) and (writes or part == "?" or part in written or listing or below):
+            kept.append(number)
+    return kept
+
+
+def _part(where: str) -> str:
+    """The step, or the kind of records, that a path is of; `?` for one by a descriptor."""
+    if where and not where.startswith("/"):
+        return "?"
+    parts = where.split("/")[1:]
+    return "/".join(parts[:2]) if parts[:1] == ["_ckptkit"] else "".join(parts[:1])
 
 
 def owner() -> str:
@@ -77,11 +104,20 @@ def started(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _gates or event not in _EVENTS or getattr(_owned, "busy", False):
+    if not _gates or event not in _EVENTS:
         return
     for gate in tuple(_gates):
         if owner() == gate.owner and (where := _below(gate.below, event, arguments)) is not None:
-            gate.operation(event, where)
+            gate.operation(event, where, writes=_writes(event, arguments))
+
+
+def _writes(event: str, arguments: tuple[Any, ...]) -> bool:
+    if event != "open":
+        return event not in ("os.listdir", "os.scandir")
+    _, mode, flags = arguments
+    if isinstance(mode, str):
+        return any(each in mode for each in "wax+")
+    return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
 def _below(root: str, event: str, arguments: tuple[Any, ...]) -> str | None:
@@ -99,7 +135,8 @@ def _asked(ask: Callable[..., Any]) -> Callable[..., Any]:
     def gated_ask(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         for gate in tuple(_gates):
             if owner() == gate.owner and gate.below in self.url + "/":
-                gate.operation(method, str(args[0])[-80:] if args else "")
+                where = str(args[0] if args else "").partition(gate.below.rstrip("/"))[2]
+                gate.operation(method, where, writes=method not in _READS)
         return ask(self, method, *args, **kwargs)
 
     return gated_ask

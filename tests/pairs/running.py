@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import sys
 import time
@@ -42,7 +43,7 @@ class Interleaving:
     medium: str
     first: str
     second: str
-    at: int
+    at: int | None
     apart: bool = False
 
     def __str__(self) -> str:
@@ -115,10 +116,9 @@ class Pairs:
         """Runs and judges one."""
         first, second = COMMANDS[which.first], COMMANDS[which.second]
         home = self._medium.place(self._tree({which.first, which.second}))
-        root = f"{home}/run"
         before = self._medium.listing(home)
         answers = {"A": Answer(), "B": Answer()}
-        gate = Gate("A", f"{root.removeprefix('gs://')}/" if which.medium == "bucket" else f"{root}", which.at)
+        gate = Gate("A", self._below(home), which.at)
         with _caught() as (out, err), quiet(), gated(gate), _lifetimes(apart=which.apart):
             a = self._begin("A", first, home, answers["A"])
             while a.is_alive() and not gate.stands.wait(0.002):
@@ -141,6 +141,18 @@ class Pairs:
             found.failures = list(_Judge(which, home, before, after, answers, gate.stood_at).failures())
         self._medium.remove(home)
         return found
+
+    def trace(self, name: str, beside: str) -> list[tuple[str, bool]]:
+        """The operations of a command alone, over the root of such a pair."""
+        home = self._medium.place(self._tree({name, beside}))
+        gate = Gate("A", self._below(home), None)
+        with _caught(), quiet(), gated(gate), _lifetimes(apart=False):
+            self._begin("A", COMMANDS[name], home, Answer()).join(_ENDS_S)
+        self._medium.remove(home)
+        return gate.trace
+
+    def _below(self, home: str) -> str:
+        return f"{home.removeprefix('gs://')}/run/" if self._medium.name == "bucket" else f"{home}/run"
 
     def _begin(self, name: str, command: Command, home: str, answer: Answer) -> Any:
         root, out = f"{home}/run", f"{home}/out-{name}"
@@ -221,6 +233,8 @@ class _Judge:
         self._commands = {"A": COMMANDS[which.first], "B": COMMANDS[which.second]}
         self._names = {which.first, which.second}
         self._deletable = frozenset().union(*(each.deletes for each in self._commands.values()))
+        if "rollback" in self._names and self._deletable:  # which delete what a rollback has abandoned
+            self._deletable |= set(STEPS) - {1}
 
     def failures(self) -> Iterator[Failure]:
         """All of them."""
@@ -235,7 +249,7 @@ class _Judge:
         yield from self._left()
 
     def _harmed(self, text: str) -> Failure:
-        said = " | ".join(f"{name}: {each.code} {each.out.strip()[-900:]}" for name, each in self._answers.items())
+        said = "\n    ".join(f"{name}: {each.code} {' '.join(each.out.replace(self._home, '').split())[:700]}" for name, each in self._answers.items())
         return Failure(kind="harmed", text=f"{text}; A stood before {self._stood_at}\n    {said}")
 
     def _ended(self, name: str, answer: Answer) -> Iterator[Failure]:
@@ -245,7 +259,7 @@ class _Judge:
         elif "internal error" in answer.out or "Traceback" in answer.out:
             yield self._harmed(f"{command.name}: internal error")
         elif "scrub" not in self._names and (
-            answer.code == _CORRUPT or any(word in answer.out.lower() for word in _DAMAGE)
+            answer.code == _CORRUPT or _DAMAGE.search(answer.out.lower())
         ):
             yield Failure(kind="false damage", text=self._harmed(f"{command.name} calls it damaged").text)
         elif answer.code not in (0, _ERROR, _NOT_FOUND, *((_CORRUPT,) if "scrub" in self._names else ())):
@@ -298,7 +312,7 @@ class _Judge:
                     if not (step == MENDABLE and "scrub" in self._names) and not self._restores(f"{out}/{step}", step):
                         yield self._harmed(f"the copy of step {step} is not whole")
                 for step in set(STEPS) - {int(each) for each in copied} - self._deletable:
-                    if not (step == MENDABLE and "scrub" in self._names):
+                    if "rollback" not in self._names and not (step == MENDABLE and "scrub" in self._names):
                         yield self._harmed(f"step {step} was not copied")
             case "values":
                 yield from self._values(command, f"{self._home}/{out}/dst")
@@ -351,7 +365,7 @@ class _Judge:
             yield self._harmed(f"left behind: {left[:3]}")
 
 
-_DAMAGE: Final = ("damaged", "corrupt", "has lost", "truncated")
+_DAMAGE: Final = re.compile("(?<!0 )corrupt|(?<!0 )(?<!if it is )damaged|has lost|truncated")
 
 
 def _want() -> Any:
