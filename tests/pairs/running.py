@@ -235,6 +235,8 @@ class _Judge:
         self._deletable = frozenset().union(*(each.deletes for each in self._commands.values()))
         if "rollback" in self._names and self._deletable:  # which delete what a rollback has abandoned
             self._deletable |= set(STEPS) - {1}
+        if "prune" in self._names and self._names & {"copy-in", "copy-newest", "job"}:  # which add a newer step
+            self._deletable |= set(STEPS)
 
     def failures(self) -> Iterator[Failure]:
         """All of them."""
