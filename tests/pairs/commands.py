@@ -12,7 +12,7 @@ KIND: Final = "ckptkit composite"
 STEPS: Final = (1, 2, 3, 4)  # of the root; `more` is the same run with one step more
 ADDED: Final = 5
 OTHER: Final = 50  # the newest step of a root of another history
-SAVED: Final = (8, 9)  # by the job
+SAVED: Final = (60, 61)  # by the job
 MENDABLE: Final = 2  # the step that is damaged where a repair takes part
 UNPINNED: Final = 3  # the step that is pinned where `unpin` takes part
 
@@ -44,9 +44,7 @@ def _job(root: str) -> None:
 
 
 _ALL: Final = (
-    Command(
-        name="prune", line="prune {root} --keep newest=1", writes=True, deletes=frozenset({1, 2, 3}), moves=True
-    ),
+    Command(name="prune", line="prune {root} --keep newest=1", writes=True, deletes=frozenset({1, 2, 3}), moves=True),
     Command(name="scrub", line="scrub {root} --repair", writes=True, moves=True),
     Command(name="rollback", line="rollback {root} --to 1", writes=True, makes="step 1", moves=True),
     Command(name="pin", line="pin {root} 1", writes=True, makes="pin"),

@@ -162,5 +162,5 @@ def _install() -> None:
 
     threading.Thread.start = start_owned  # pyright: ignore[reportAttributeAccessIssue]
     threading.Thread.is_owned = True  # pyright: ignore[reportAttributeAccessIssue]
-    RemoteStore._ask = _asked(RemoteStore._ask)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    RemoteStore._ask = _asked(RemoteStore._ask)  # pyright: ignore[reportPrivateUsage]
     sys.addaudithook(_hook)

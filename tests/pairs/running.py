@@ -200,15 +200,15 @@ def _lifetimes(*, apart: bool) -> Iterator[None]:
     for 0.3 s."""
     from ckptkit.verification import durable
 
-    kept = leases._WATCH_S, leases._LEASE_S, durable._SETTLE_S, leases._has_ended  # noqa: SLF001
-    leases._WATCH_S = durable._SETTLE_S = 0.01  # noqa: SLF001
+    kept = leases._WATCH_S, leases._LEASE_S, durable._SETTLE_S, leases._has_ended
+    leases._WATCH_S = durable._SETTLE_S = 0.01
     if apart:
-        leases._LEASE_S = _APART_S  # noqa: SLF001
-        leases._has_ended = lambda process: None  # noqa: SLF001
+        leases._LEASE_S = _APART_S
+        leases._has_ended = lambda process: None
     try:
         yield
     finally:
-        leases._WATCH_S, leases._LEASE_S, durable._SETTLE_S, leases._has_ended = kept  # noqa: SLF001
+        leases._WATCH_S, leases._LEASE_S, durable._SETTLE_S, leases._has_ended = kept
 
 
 @contextmanager
@@ -251,8 +251,12 @@ class _Judge:
         yield from self._left()
 
     def _harmed(self, text: str) -> Failure:
-        said = "\n    ".join(f"{name}: {each.code} {' '.join(each.out.replace(self._home, '').split())[:700]}" for name, each in self._answers.items())
-        return Failure(kind="harmed", text=f"{text}; A stood before {self._stood_at}\n    {said}")
+        said = [f"{name}: {each.code} {self._short(each.out)}" for name, each in self._answers.items()]
+        text = "\n    ".join([f"{text}; A stood before {self._stood_at}", *said])
+        return Failure(kind="harmed", text=text)
+
+    def _short(self, text: str) -> str:
+        return " ".join(text.replace(self._home, "").split())[-900:]
 
     def _ended(self, name: str, answer: Answer) -> Iterator[Failure]:
         command = self._commands[name]
@@ -260,9 +264,7 @@ class _Judge:
             yield self._harmed(f"{command.name} did not end")
         elif "internal error" in answer.out or "Traceback" in answer.out:
             yield self._harmed(f"{command.name}: internal error")
-        elif "scrub" not in self._names and (
-            answer.code == _CORRUPT or _DAMAGE.search(answer.out.lower())
-        ):
+        elif "scrub" not in self._names and (answer.code == _CORRUPT or _DAMAGE.search(answer.out.lower())):
             yield Failure(kind="false damage", text=self._harmed(f"{command.name} calls it damaged").text)
         elif answer.code not in (0, _ERROR, _NOT_FOUND, *((_CORRUPT,) if "scrub" in self._names else ())):
             yield self._harmed(f"{command.name} ended with {answer.code}")

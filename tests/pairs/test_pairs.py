@@ -24,7 +24,8 @@ TELLING = [
     ("prune", "verify"),
     ("verify", "prune"),
     ("convert", "prune"),
-    ("job", "copy-newest"),
+    ("du", "prune"),
+    ("job", "prune"),
 ]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -94,4 +95,4 @@ def test_job_is_a_command(tmp_path: Path) -> None:
     call = COMMANDS["job"].call
     assert call is not None
     call(str(tmp_path / "run"))
-    assert {path.name for path in (tmp_path / "run").iterdir() if path.name.isdecimal()} == {"8", "9"}
+    assert {path.name for path in (tmp_path / "run").iterdir() if path.name.isdecimal()} == {"60", "61"}
