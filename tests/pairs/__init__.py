@@ -1,6 +1,6 @@
 """Two at once: each pair of commands over one root, at enumerated interleavings of their storage operations.
 
-The first command stands still at its n-th operation, the second one runs whole, and the first one goes on: for every n,
+The first command pauses at its n-th operation, the second one runs whole, and the first one continues: for every n,
 and in both roles. `Pairs` runs one such interleaving and judges it by plain listings and by restores of stock Orbax.
 No step may be lost that neither command was asked to delete, and no success may be claimed that is not there.
 Nothing sound may be called damaged.

@@ -16,11 +16,11 @@ TELLING: Final = (("rollback", "prune"), ("prune", "copy-out"), ("verify", "prun
 
 @click.command(context_settings={"max_content_width": 120})
 @click.option("--full", is_flag=True, help="Every pair of which one writes; without it a few telling ones.")
-@click.option("--pair", "pairs", multiple=True, metavar="A,B", help="Only this pair: A stands still, B runs.")
+@click.option("--pair", "pairs", multiple=True, metavar="A,B", help="Only this pair: A pauses, B runs.")
 @click.option("--medium", "media", type=click.Choice(MEDIA), multiple=True, help="[default: disk]")
 @click.option("--at", type=click.IntRange(min=1), help="Only this operation of A.")
 @click.option("--every", type=click.IntRange(min=1), default=1, show_default=True, help="Each n-th operation.")
-@click.option("--apart", is_flag=True, help="As two machines, and A stands longer than its claims live.")
+@click.option("--apart", is_flag=True, help="As two machines, and A pauses longer than its claims live.")
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Processes at a time.")
 def main(
     full: bool,
@@ -32,7 +32,8 @@ def main(
     workers: int,
 ) -> None:
     """Runs commands of ckptkit two at once over one root, and judges what is left."""
-    chosen = [tuple(each.split(",")) for each in pairs] or (pairs_of() if full else TELLING)
+    chosen = [(first, second) for first, _, second in (each.partition(",") for each in pairs)]
+    chosen = chosen or list(pairs_of() if full else TELLING)
     if unknown := {name for each in chosen for name in each} - set(COMMANDS):
         raise click.UsageError(f"{', '.join(sorted(unknown))} is not a command; there are {', '.join(COMMANDS)}")
     work = [(medium, *pair, at, every, apart) for medium in media or ("disk",) for pair in chosen]

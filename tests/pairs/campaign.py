@@ -28,7 +28,7 @@ def _pairs(medium: str) -> Pairs:
 
 
 def run_pair(work: tuple[str, str, str, int | None, int, bool]) -> tuple[int, Sequence[tuple[str, str, str]]]:
-    """Every interleaving of a pair, or one: how many there were, and each failure with what repeats it."""
+    """Every interleaving of a pair, or one: how many there were, and each failure with the call that repeats it."""
     medium, first, second, at, every, apart = work
     pairs = _pairs(medium)
     numbers = [at] if at else moments(pairs.trace(first, second), pairs.trace(second, first))[::every]
@@ -36,6 +36,6 @@ def run_pair(work: tuple[str, str, str, int | None, int, bool]) -> tuple[int, Se
     for number in numbers:
         which = Interleaving(medium=medium, first=first, second=second, at=number, apart=apart)
         result = pairs.run(which)
-        count += bool(result.stood_at)  # else it ended before: its threads took another order
+        count += bool(result.paused_at)  # else it ended before: its threads took another order
         found += [(str(which), each.kind, each.text) for each in result.failures]
     return count, found

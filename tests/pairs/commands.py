@@ -1,4 +1,4 @@
-"""The commands that meet each other over one root, and what each one promises when it ends with exit code 0."""
+"""The commands that run at once over one root, and what each one promises when it ends with exit code 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gate: the threads of one command stand still from its n-th storage operation on, until they are let go.
+"""A gate: the threads of one command pause from its n-th storage operation on, until the gate opens.
 
 On a disk the operations are Python's audit events for paths below the root; in a bucket the requests of a store.
 """
@@ -22,35 +22,35 @@ _gates: list[Gate] = []  # an audit hook can never be taken out: it looks here
 
 @final
 class Gate:
-    """Counts the operations of one owner below a root; all its threads stand from operation `at` until `open`."""
+    """Counts the operations of one owner below a root; all its threads pause from operation `at` until `open`."""
 
     def __init__(self, owner: str, below: str, at: int | None):
         self.owner, self.below, self.at = owner, below, at
         self.count = 0
-        self.stands = threading.Event()
-        self.stood_at = ""
+        self.paused = threading.Event()
+        self.paused_at = ""
         self.trace: list[tuple[str, bool]] = []  # where, and whether it writes
         self._open = threading.Event()
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Lets it go on, to its end."""
+        """The owner continues, to its end."""
         self._open.set()
 
     def operation(self, event: str, where: str, *, writes: bool) -> None:
-        """One operation of the owner: waits here where it is time."""
+        """One operation of the owner: waits here from operation `at` on."""
         with self._lock:
             self.count += 1
             self.trace.append((where, writes))
             if self.count == self.at:
-                self.stood_at = f"{event} {where}"
-                self.stands.set()
-        if self.stands.is_set():
+                self.paused_at = f"{event} {where}"
+                self.paused.set()
+        if self.paused.is_set():
             self._open.wait()
 
 
 def moments(trace: Sequence[tuple[str, bool]], other: Sequence[tuple[str, bool]]) -> list[int]:
-    """The operations before which the first command is to stand, given its own trace and that of the second one.
+    """The operations before which the first command is to pause, given its own trace and that of the second one.
 
     Left out are those after a read of what the second one does not write: it may as well run before that read.
     """

@@ -27,16 +27,16 @@ from tests.roots.kinds import leaves, quiet
 from tests.roots.media import Medium
 
 Main = Callable[[Sequence[str]], int]
-_WAITS_S: Final = 15.0  # the second command, for the first one that stands still: longer is hanging
+_WAITS_S: Final = 15.0  # the second command, for the first one that pauses: longer is hanging
 _ENDS_S: Final = 60.0
 _NOT_FOUND, _ERROR, _CORRUPT = 10, 1, 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaving:
-    """The first command stands still before its `at`-th operation, and meanwhile the second one runs whole.
+    """The first command pauses before its `at`-th operation, and meanwhile the second one runs whole.
 
-    `apart`: each command takes the other for one of another machine, and the first one stands longer than its claims
+    `apart`: each command takes the other for one of another machine, and the first one pauses longer than its claims
     live.
     """
 
@@ -53,7 +53,7 @@ class Interleaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What must not be: `harmed` or `false damage`, and what was found."""
+    """A broken promise: `harmed` or `false damage`, and the text about it."""
 
     kind: str
     text: str
@@ -72,10 +72,10 @@ class Answer:
 
 @dataclass(slots=True)
 class Result:
-    """The answers, the operation before which the first command stood (empty: it ended before), what must not be."""
+    """The answers, the operation before which the first command paused (empty: it ended before), the failures."""
 
     answers: dict[str, Answer]
-    stood_at: str
+    paused_at: str
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -121,9 +121,9 @@ class Pairs:
         gate = Gate("A", self._below(home), which.at)
         with _caught() as (out, err), quiet(), gated(gate), _lifetimes(apart=which.apart):
             a = self._begin("A", first, home, answers["A"])
-            while a.is_alive() and not gate.stands.wait(0.002):
+            while a.is_alive() and not gate.paused.wait(0.002):
                 pass
-            if gate.stands.is_set():
+            if gate.paused.is_set():
                 if which.apart:
                     time.sleep(3 * _APART_S)
                 b = self._begin("B", second, home, answers["B"])
@@ -135,10 +135,10 @@ class Pairs:
             a.join(_ENDS_S)
         for name, each in answers.items():
             each.out = out.text(name) + err.text(name) + each.raised
-        found = Result(answers=answers, stood_at=gate.stood_at)
-        if gate.stands.is_set():
+        found = Result(answers=answers, paused_at=gate.paused_at)
+        if gate.paused.is_set():
             after = self._medium.listing(home)
-            found.failures = list(_Judge(which, home, before, after, answers, gate.stood_at).failures())
+            found.failures = list(_Judge(which, home, before, after, answers, gate.paused_at).failures())
         self._medium.remove(home)
         return found
 
@@ -226,10 +226,10 @@ class _Judge:
     """The rules."""
 
     def __init__(
-        self, which: Interleaving, home: str, before: Any, after: Any, answers: dict[str, Answer], stood_at: str
+        self, which: Interleaving, home: str, before: Any, after: Any, answers: dict[str, Answer], paused_at: str
     ):
         self._which, self._home, self._before, self._after, self._answers = which, home, before, after, answers
-        self._stood_at = stood_at
+        self._paused_at = paused_at
         self._commands = {"A": COMMANDS[which.first], "B": COMMANDS[which.second]}
         self._names = {which.first, which.second}
         self._deletable = frozenset().union(*(each.deletes for each in self._commands.values()))
@@ -252,7 +252,7 @@ class _Judge:
 
     def _harmed(self, text: str) -> Failure:
         said = [f"{name}: {each.code} {self._short(each.out)}" for name, each in self._answers.items()]
-        text = "\n    ".join([f"{text}; A stood before {self._stood_at}", *said])
+        text = "\n    ".join([f"{text}; A paused before {self._paused_at}", *said])
         return Failure(kind="harmed", text=text)
 
     def _short(self, text: str) -> str:
