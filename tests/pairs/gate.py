@@ -131,13 +131,16 @@ def _below(root: str, event: str, arguments: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _asked(ask: Callable[..., Any]) -> Callable[..., Any]:
-    def gated_ask(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+def _asked(ask: Callable[..., Any], batch: str = "") -> Callable[..., Any]:
+    """A method of a store of a bucket behind the gate: the one of all requests, or a `batch` of many objects."""
+
+    def gated_ask(self: Any, *args: Any, **kwargs: Any) -> Any:
         for gate in tuple(_gates):
             if owner() == gate.owner and gate.below in self.url + "/":
-                where = str(args[0] if args else "").partition(gate.below.rstrip("/"))[2]
+                method, named = batch or args[0], not batch and len(args) > 1 and isinstance(args[1], str)
+                where = args[1].partition(gate.below.rstrip("/"))[2] if named else "?"
                 gate.operation(method, where, writes=method not in _READS)
-        return ask(self, method, *args, **kwargs)
+        return ask(self, *args, **kwargs)
 
     return gated_ask
 
@@ -163,4 +166,6 @@ def _install() -> None:
     threading.Thread.start = start_owned  # pyright: ignore[reportAttributeAccessIssue]
     threading.Thread.is_owned = True  # pyright: ignore[reportAttributeAccessIssue]
     RemoteStore._ask = _asked(RemoteStore._ask)  # pyright: ignore[reportPrivateUsage]
+    RemoteStore.delete_unchanged = _asked(RemoteStore.delete_unchanged, "delete_unchanged")
+    RemoteStore.delete_many = _asked(RemoteStore.delete_many, "delete_many")
     sys.addaudithook(_hook)
