@@ -58,7 +58,7 @@ def du(
 
 
 def _still(look: Callable[[], Usage]) -> Usage:
-    """What is seen while nothing goes: steps that were deleted under the look would have damage, or no bytes."""
+    """The usage, looked at again where a step was deleted meanwhile: it would have damage, or no bytes."""
     for _ in range(_LOOKS - 1):
         found = look()
         strange = found.problems or not all(each.stored_bytes for each in found.steps)

@@ -137,9 +137,9 @@ def _asked(ask: Callable[..., Any], batch: str = "") -> Callable[..., Any]:
     def gated_ask(self: Any, *args: Any, **kwargs: Any) -> Any:
         for gate in tuple(_gates):
             if owner() == gate.owner and gate.below in self.url + "/":
-                method, named = batch or args[0], not batch and len(args) > 1 and isinstance(args[1], str)
-                where = args[1].partition(gate.below.rstrip("/"))[2] if named else "?"
-                gate.operation(method, where, writes=method not in _READS)
+                method, path = ("", None) if batch else (*args, None)[:2]
+                where = path.partition(gate.below.rstrip("/"))[2] if isinstance(path, str) else "?"
+                gate.operation(batch or method, where, writes=method not in _READS)
         return ask(self, *args, **kwargs)
 
     return gated_ask

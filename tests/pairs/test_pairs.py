@@ -58,7 +58,7 @@ def test_two_commands_at_once_harm_no_step(pairs: Pairs, first: str, second: str
 
 
 def test_step_deleted_while_it_is_read_is_not_called_damaged(pairs: Pairs) -> None:
-    """A prune beside a conversion would look like damage: exit code 11 for a sound run."""
+    """A prune during a conversion would look like damage: exit code 11 for a sound run."""
     failures = _failures(pairs, "convert", "prune", lambda numbers: numbers[:8])
     assert not failures, "\n".join(failures)
 

@@ -62,7 +62,7 @@ class _Places:
             return self.known[item]
 
     def describes(self, item: str, leaf: LeafRecord) -> bool:
-        """Whether zarr's metadata says of a leaf what we write where cells are stored as they are. Cost: as `of`."""
+        """Whether a leaf's metadata in zarr is what we write for cells that are stored as they are. Cost: as `of`."""
         document = self.of(item).get(f"{array_prefix(leaf.name)}.zarray")
         return isinstance(document, bytes) and _is_plain(document, leaf.dtype, leaf.shape, leaf.cell)
 

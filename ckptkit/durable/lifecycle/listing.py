@@ -220,7 +220,7 @@ def deleted_step(url: str, *, timeout_s: float = _TIMEOUT_S) -> str | None:
     """The step directory that a path is in, where its root has it no more or a process deletes it now; None where it is
     there, or the path is in no step.
 
-    A reader that finds damage asks this before it reports it: a deletion under the look is no damage. Cost: two
+    A reader that finds damage asks this before it reports it: a deletion is not damage. Cost: two
     listings, and what `announced_deletions` costs. Raises `StoreError`.
     """
     root, _, name = url.rstrip("/").rpartition("/")
@@ -232,6 +232,20 @@ def deleted_step(url: str, *, timeout_s: float = _TIMEOUT_S) -> str | None:
             return None if is_there and step not in announced_deletions(place.store, [step]) else f"{root}/{name}"
         root, _, name = root.rpartition("/")
     return None
+
+
+def step_in(root: str, step: int, *, timeout_s: float = _TIMEOUT_S) -> str:
+    """The directory of a step of a root: the committed one where several have its number. Cost: as `read_root`.
+
+    Raises `StepNotFoundError` where it has none, with the steps that it has.
+    """
+    place = Place.open(root_url(root), timeout_s=timeout_s)
+    steps = read_root(place, read_ancestry(place)[0]).steps
+    found = sorted((each for each in steps if each.step == step), key=lambda each: each.state != "committed")
+    if not found:
+        there = first_of(sorted({each.step for each in steps}, reverse=True), _NAMES_MAX) or "none"
+        raise nothing_at(place.url, f"it has no step {step}; its steps are {there}")
+    return found[0].place.url
 
 
 def latest_step(root: str) -> int | None:
