@@ -139,7 +139,7 @@ def _asked(ask: Callable[..., Any], batch: str = "") -> Callable[..., Any]:
             if owner() == gate.owner and gate.below in self.url + "/":
                 method, path = ("", None) if batch else (*args, None)[:2]
                 where = path.partition(gate.below.rstrip("/"))[2] if isinstance(path, str) else "?"
-                gate.operation(batch or method, where, writes=method not in _READS)
+                gate.operation(str(batch or method), where, writes=method not in _READS)
         return ask(self, *args, **kwargs)
 
     return gated_ask
