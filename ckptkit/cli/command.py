@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from click.shell_completion import CompletionItem
 import ckptkit
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 from ckptkit.cli.interrupts import Interrupts
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 
 # Each command: its section and its line in `ckptkit --help`, in that order, and its module, where it is a function of
 # the same name. A module is imported when its command is called: most need JAX and Orbax, 1.6 s of processor time, and
@@ -176,7 +178,19 @@ def run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
     except SystemExit as end:  # rich's own answer to a broken pipe
         return int(end.code or Exit.OK)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the top of a process: one message, never a traceback
-        return exit_of(_as_interrupt(error) if interrupts.seen else error)
+        return exit_of(_as_interrupt(error) if interrupts.seen else _unless_deleted(error))
+
+
+def _unless_deleted(error: BaseException) -> BaseException:
+    """The error; in place of damage in a step that is being deleted, or was deleted while it was read, that fact."""
+    if not isinstance(error, CorruptCheckpointError) or not error.path:
+        return error
+    from ckptkit.durable.lifecycle.listing import deleted_step
+
+    with suppress(CheckpointError, OSError):
+        if (step := deleted_step(error.path)) is not None:
+            return StepNotFoundError(f"{step} was deleted while it was read; name another step", path=step)
+    return error
 
 
 def _as_interrupt(error: BaseException) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -9,6 +10,7 @@ import click
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, KEEP, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.text import count_text, print_json, print_line, print_notes, print_part, size_text
+from ckptkit.durable.lifecycle.listing import deleted_step
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.upkeep import Usage
 from ckptkit.upkeep import usage as usage_of
@@ -39,7 +41,9 @@ def du(
     With --keep, also show the bytes that a pruning by these rules would free, without verifying any step. Changes
     nothing.
     """
-    found = usage_of(root, tiers=tiers, host_id=fast_tiers(tiers, host_id), deep=deep, timeout_s=timeout_s)
+    found = _still(
+        lambda: usage_of(root, tiers=tiers, host_id=fast_tiers(tiers, host_id), deep=deep, timeout_s=timeout_s)
+    )
     plan, problems = None, list(found.problems)
     if keep:
         try:
@@ -53,12 +57,23 @@ def du(
     return exit_with(problems)
 
 
+def _still(look: Callable[[], Usage]) -> Usage:
+    """The usage, looked at again where a step was deleted meanwhile: it would have damage, or no bytes."""
+    for _ in range(_LOOKS - 1):
+        found = look()
+        strange = found.problems or not all(each.stored_bytes for each in found.steps)
+        if not strange or not any(deleted_step(each.path) for each in found.steps):
+            return found
+    return look()
+
+
 def _pruning(root: str, keep: tuple[Keep, ...], timeout_s: float) -> PrunePlan:
     from ckptkit.upkeep import plan_prune  # JAX and Orbax, which no other part of `du` needs
 
     return plan_prune(root, keep, unread=True, timeout_s=timeout_s)
 
 
+_LOOKS = 5  # at a root whose steps go meanwhile
 _ARENA_NUMBERS = ("saves", "slots", "bytes")
 _KINDS = ("arrays", "small", "metadata", "digests")
 

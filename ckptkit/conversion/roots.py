@@ -10,7 +10,7 @@ from dataclasses import replace
 from ckptkit.durable.lifecycle.leases import Lease
 from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root
 from ckptkit.durable.lifecycle.places import Place
-from ckptkit.errors import CheckpointError, StoreError
+from ckptkit.errors import CheckpointError, StepNotFoundError, StoreError
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store
@@ -23,12 +23,13 @@ _LEASE_S = 60.0
 def leased(sources: Iterable[str], *, timeout_s: float = 20.0) -> Iterator[list[str]]:
     """Keeps the steps that are read from being pruned by a running job; yields what could not be leased, in words.
 
-    Sources that are not steps of a root of ckptkit get no lease. Cost: two listings for each source, and one small
-    object that is renewed. Raises `CheckpointError` for a step that its job is deleting.
+    Sources that are not steps of a root of ckptkit get no lease. Cost: three listings for each source, and one small
+    object that is renewed. Raises `CheckpointError` for a step that its job is deleting, `StepNotFoundError` for one
+    that was deleted since it was opened.
     """
     notes: list[str] = []
     with ExitStack() as held:
-        for root, step in sorted({found for source in sources if (found := _step_of(source, timeout_s))}):
+        for root, step, name in sorted({found for source in sources if (found := _step_of(source, timeout_s))}):
             try:
                 lease = held.enter_context(Lease(open_store(root, deadline_s=timeout_s), step, lease_s=_LEASE_S))
             except StoreError as error:
@@ -36,6 +37,8 @@ def leased(sources: Iterable[str], *, timeout_s: float = 20.0) -> Iterator[list[
                 continue
             if not lease.granted():
                 raise CheckpointError(f"{root}: step {step} is being deleted by its job; name a newer one", path=root)
+            if not Place.open(f"{root}/{name}", timeout_s=timeout_s).names():  # a deletion ended before the lease
+                raise StepNotFoundError(f"{root}: step {step} was deleted meanwhile; name another one", path=root)
         yield notes
 
 
@@ -79,14 +82,15 @@ def _is_in_order(steps: Iterable[DurableStep], save_id: SaveId) -> bool:
     return all((each.step < save_id.step) == (each.identity < save_id) for each in others)
 
 
-def _step_of(source: str, timeout_s: float) -> tuple[str, int] | None:
-    """The root and the number of the step that a source is, or is an item of; None where no root of ours has it."""
+def _step_of(source: str, timeout_s: float) -> tuple[str, int, str] | None:
+    """The root, the number and the name of the step that a source is, or is an item of; None where no root of ours has
+    it."""
     url = root_url(source)
     for _ in range(2):
         url, _, name = url.rpartition("/")
         step = paths.step_of_name(name)
         if url and step is not None and f"{paths.SIDECAR_DIR}/" in Place.open(url, timeout_s=timeout_s).names():
             below = Place.open(f"{url}/{paths.SIDECAR_DIR}", timeout_s=timeout_s).names()
-            if any(name.rstrip("/") in ("epochs", "leases") for name in below):
-                return url, step
+            if any(each.rstrip("/") in ("epochs", "leases") for each in below):
+                return url, step, name
     return None

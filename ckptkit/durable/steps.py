@@ -280,7 +280,10 @@ class DurableSteps:
         gone = frozenset[int]()
         self.stock.forget(self.stock.unmanaged)
         if self._preservation is not None:
-            gone = self._release(self._preservation.doomed(self.stock.infos(), self._abandoned), epoch)
+            # One of unknown age (damaged, or deleted by another process before this one could look) does not count: it
+            # would push out the good steps. It stays, as `ckptkit prune` leaves it.
+            aged = [each for each in self.stock.infos() if each.step in self.seen or each.step in self._abandoned]
+            gone = self._release(self._preservation.doomed(aged, self._abandoned), epoch)
             self.stock.forget(gone)
         self._pruner.prune(sorted(gone), first)
 

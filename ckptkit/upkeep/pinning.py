@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptkit.durable.lifecycle.leases import pinned_steps, put_pin, take_pin
-from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
+from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root
 from ckptkit.durable.lifecycle.places import Place, require_possible_root
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection.records import FORMAT
@@ -48,22 +48,35 @@ def pin(
     """
     url = root_url(root)
     place = Place.open(url, timeout_s=timeout_s)
-    ancestry, problems = read_ancestry(place)
-    in_root = read_root(place, ancestry, step_prefix=step_prefix)
-    found = [each for each in in_root.steps if each.step == step]
-    if not any(each.state != "unfinished" for each in found):
-        raise StepNotFoundError(
-            f"{url} has no committed durable step {step}; `{command_line('steps', url)}` lists those that it has",
-            step=step,
-            path=url,
-        )
+    found, problems = _found(place, step, step_prefix)
     store = open_store(url, deadline_s=timeout_s)
     before = pinned_steps(store)
     if not dry_run:
         put_pin(store, step, reason)
+        try:
+            _found(place.again(), step, step_prefix)  # a deletion that ended before the pin did not see it
+        except StepNotFoundError:
+            if step not in before:
+                take_pin(store, step)
+            raise
     problems += [each.problem for each in found if each.problem is not None]
     pinned = tuple(sorted({*before, step}))
     return Pinning(root=url, step=step, changed=step not in before, pinned=pinned, problems=tuple(problems))
+
+
+def _found(place: Place, step: int, step_prefix: str | None) -> tuple[list[DurableStep], list[str]]:
+    """The durable steps of a number, and damage of the root's records. Raises `StepNotFoundError` where none of them is
+    committed."""
+    ancestry, problems = read_ancestry(place)
+    found = [each for each in read_root(place, ancestry, step_prefix=step_prefix).steps if each.step == step]
+    if not any(each.state != "unfinished" for each in found):
+        raise StepNotFoundError(
+            f"{place.url} has no committed durable step {step}; `{command_line('steps', place.url)}` lists those that "
+            "it has",
+            step=step,
+            path=place.url,
+        )
+    return found, [*problems]
 
 
 def unpin(root: str, step: int, *, dry_run: bool = False, timeout_s: float = 20.0) -> Pinning:

@@ -334,3 +334,22 @@ def test_retried_prune_keeps_a_newer_step_of_the_same_number(tmp_path: Path, mon
         save(manager, 1, 11)
     with make_manager(tmp_path) as manager:
         assert restored(manager) == 11
+
+
+@pytest.mark.parametrize("damaged", [(2, 3), (1, 2)], ids=["newest", "oldest"])
+def test_steps_of_unknown_age_do_not_push_out_good_ones(tmp_path: Path, damaged: tuple[int, ...]) -> None:
+    """A job would delete each of its own saves where as many steps are damaged as it keeps: nothing to restore."""
+    with make_manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            save(manager, step, step)
+    for step in damaged:
+        for file in ("default/_ckptkit/process-0.json", "_CHECKPOINT_METADATA", "commit_success.txt"):
+            (tmp_path / str(step) / file).write_text("")
+    with make_manager(tmp_path, max_to_keep=2) as manager:
+        manager.restore(None)
+        for step in (8, 9):
+            save(manager, step, step)
+    there = {int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()}
+    assert there == {8, 9, *damaged}
+    with make_manager(tmp_path) as manager:
+        assert restored(manager) == 9

@@ -123,6 +123,16 @@ def test_dead_reader_holds_a_step_only_for_its_lease(store: MemoryStore) -> None
     assert store.list(paths.LEASES_DIR) == []
 
 
+def test_lease_of_an_ended_process_of_this_machine_holds_nothing(store: MemoryStore) -> None:
+    """A command that was killed would hold up every pruning for the lifetime of its lease."""
+    record = {"step": 2, "beat": 0, "lease_s": 3600.0, "process": ended_process()}
+    store.put(f"{paths.LEASES_DIR}/dead.json", json.dumps(record).encode())
+    assert PruneGuard(store).spare([2]) == set()
+    record["process"] = leases._process_name(os.getpid())
+    store.put(f"{paths.LEASES_DIR}/alive.json", json.dumps(record).encode())
+    assert PruneGuard(store).leased([2]) == {2}
+
+
 def test_renewed_lease_stays_valid(store: MemoryStore) -> None:
     """A long evaluation would lose its step."""
     clock = Clock()

@@ -136,7 +136,9 @@ def specs_like(path: str, *, timeout_s: float) -> dict[str, Spec]:
 def _item(place: Place, name: str, tensors: Sequence[Tensor]) -> SourceItem:
     described = place.json(paths.TREE_METADATA)
     if described is None:
-        raise CorruptCheckpointError(f"{place.url} has no {paths.TREE_METADATA}, without which Orbax does not read it")
+        raise CorruptCheckpointError(
+            f"{place.url} has no {paths.TREE_METADATA}, without which Orbax does not read it", path=place.url
+        )
     with readable(f"{place.url}/{paths.TREE_METADATA}"):
         nodes = list(described["tree_metadata"].values())
         letters = {_path(node): _letters(node) for node in nodes}

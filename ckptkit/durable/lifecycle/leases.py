@@ -289,7 +289,8 @@ class PruneGuard:
     def leased(self, steps: Collection[int]) -> set[int]:
         """Those of `steps` that a reader uses, or that are pinned. Cost: a listing, a small read per lease.
 
-        Raises `StoreError`. Leases whose holders have died count until this has watched them for their life.
+        Raises `StoreError`. The lease of a process of this machine ends with it. Other leases whose holders have died
+        count until this has watched them for their life.
         """
         names, leased = self._store.list(paths.LEASES_DIR), set[int]()
         for gone in set(self._seen) - set(names):
@@ -308,7 +309,8 @@ class PruneGuard:
         if self._seen.get(name, (b"", 0.0))[0] != data:
             self._seen[name] = (data, now_s)
         leased, lease_s = _read_lease(data)
-        if now_s - self._seen[name][1] > lease_s:
+        ended = _has_ended(str(_parsed(data).get("process")))
+        if ended or now_s - self._seen[name][1] > lease_s:
             self._store.delete(f"{paths.LEASES_DIR}/{name}")  # its holder has died, or knows that it is lost
             return set()
         if paths.is_announcement(name):  # of another that deletes: it has no reader

@@ -23,6 +23,7 @@ from ckptkit.durable.lifecycle.classify import (
     run_format,
 )
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.leases import announced_deletions
 from ckptkit.durable.lifecycle.places import (
     ItemKind,
     Place,
@@ -213,6 +214,24 @@ def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> S
     looked = _side_by_side(lambda step: _names_of_step(place.below(named[step])), unknown)
     committed = {step: below for step, below in zip(unknown, looked, strict=True) if below is not None}
     return {step: committed.get(step) for step in sorted({*committed, *(trusted & set(named))})}
+
+
+def deleted_step(url: str, *, timeout_s: float = _TIMEOUT_S) -> str | None:
+    """The step directory that a path is in, where its root has it no more or a process deletes it now; None where it is
+    there, or the path is in no step.
+
+    A reader that finds damage asks this before it reports it: a deletion is not damage. Cost: two
+    listings, and what `announced_deletions` costs. Raises `StoreError`.
+    """
+    root, _, name = url.rstrip("/").rpartition("/")
+    while root and not root.endswith(":/"):
+        step = paths.step_of_name(name, temporary=False)
+        place = Place.open(root, timeout_s=timeout_s)
+        if step is not None and place.names():
+            is_there = bool(place.below(name).names())
+            return None if is_there and step not in announced_deletions(place.store, [step]) else f"{root}/{name}"
+        root, _, name = root.rpartition("/")
+    return None
 
 
 def step_in(root: str, step: int, *, timeout_s: float = _TIMEOUT_S) -> str:

@@ -63,6 +63,7 @@ def finishes_in_its_own_way(options: ocp.CheckpointManagerOptions) -> bool:
 
 DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
 METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
+_LOOKS = 5  # at steps that another process deletes meanwhile: each fails by another deletion
 _KEY_HANDLERS = (ocp.handlers.JaxRandomKeyCheckpointHandler, ocp.handlers.NumpyRandomKeyCheckpointHandler)
 _TREE_LAYOUT = ("_use_ocdbt", "_use_zarr3", "_type_handler_registry", "_primary_host", "_pytree_metadata_options")
 _TREE_KINDS = {"StandardCheckpointHandler": ocp.args.StandardRestore, "PyTreeCheckpointHandler": ocp.args.PyTreeRestore}
@@ -167,6 +168,16 @@ def has_standard_names(manager: ocp.CheckpointManager) -> bool:
     )
 
 
+class _Manager(OrbaxManager):
+    """Orbax's manager, which lists the steps again where one was deleted under the look: Orbax raises."""
+
+    def _load_checkpoint_infos(self, *args: Any, **kwargs: Any) -> Any:
+        for _ in range(_LOOKS - 1):
+            with suppress(FileNotFoundError):
+                return super()._load_checkpoint_infos(*args, **kwargs)
+        return super()._load_checkpoint_infos(*args, **kwargs)
+
+
 class StockManager:
     """A plain `ocp.CheckpointManager` over the durable root, and the questions that the drop-in has for it.
 
@@ -174,7 +185,7 @@ class StockManager:
     """
 
     def __init__(self, url: str, options: ocp.CheckpointManagerOptions, setup: Setup):
-        self.orbax = OrbaxManager(
+        self.orbax = _Manager(
             url,
             setup.checkpointers,
             options=options,
