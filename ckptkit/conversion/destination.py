@@ -39,6 +39,7 @@ def target_url(target: str) -> str:
     target = os.path.abspath(target.removeprefix("file://"))
     target = os.path.join(os.path.realpath(os.path.dirname(target)), os.path.basename(target))
     if os.path.lexists(target):
+        Destination(target).drop_finished()
         raise CheckpointError(f"{target} exists already; name another target, or move it away", path=target)
     if not os.path.isdir(os.path.dirname(target)):
         raise CheckpointError(f"{os.path.dirname(target)} is not a directory; make it first", path=target)
@@ -137,6 +138,24 @@ class Destination:
                 path=self.target,
             )
 
+    def drop_finished(self) -> None:
+        """Deletes the records of a work that was killed after it had made the target, which is complete. Deletes nothing
+        where a process works there, or where the target is not what those records name."""
+        with suppress(CheckpointError, OSError):
+            if self.properties.atomic_rename:
+                if os.path.isdir(self.part) and not os.path.lexists(self.url):  # it was renamed
+                    with self.alone():
+                        self.journal.remove()
+                        self._remove_part()
+                return
+            self.journal.recall()
+            if self.journal.work:
+                found = self.store().stat_all("")
+                found.pop(paths.COMMIT_MARK, None)  # put last, and not noted
+                if not foreign(found, self.journal.files(), self.journal.work, self.store().get):
+                    self.journal.remove()
+                    self._remove_part()
+
     def require_free(self) -> None:
         """Raises `CheckpointError` if a bucket's target is a complete checkpoint by now: to clear or continue the
         interrupted work would damage it. Cost: two requests."""
@@ -146,6 +165,7 @@ class Destination:
         if self._opened(self._above).stat(self._name) is not None or any(
             name.endswith(ends) for name in self.store().list("")
         ):
+            self.drop_finished()
             raise self._taken()
 
     def _opened(self, url: str) -> Store:

@@ -13,7 +13,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from tests.killed.commands import Command
 from tests.killed.judge import Failure, Judge
-from tests.killed.media import DiskMedium, Main, Medium, bucket_medium
+from tests.killed.media import DiskMedium, Medium, bucket_medium
+from tests.killed.running import Main
 from tests.roots.catalog import SavedRuns
 
 FEW: Final = 3  # points of each command without `full`: the last one, the one before, and a random one

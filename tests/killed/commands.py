@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +28,7 @@ class Command:
     `deletes`: the steps of `{root}` that it is asked to delete, or may change. `makes`: a checkpoint in another
     format. `fills`: `{new}` is a root. `resumes`: it has `--resume`. `damaged`: the step of `{root}` that is damaged.
     `tiered`: `{tier}` has the saves of `{root}`. `pinned`: a step of it.
+    `renumbered`: the steps that it writes, and the numbers that they had.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Command:
     damaged: int | None = None
     tiered: bool = False
     pinned: int | None = None
+    renumbered: Mapping[int, int] = field(default_factory=dict)
     media: Sequence[str] = ("disk", "bucket")
 
     def arguments(self, place: str, key: str, local: str, *, resume: bool = False) -> list[str]:
@@ -93,7 +95,7 @@ _MAKING: Final = [
     *(_made(f"convert to {to}", f"convert {{root}}/3 {{new}} --to {to}") for to in ("orbax", "npz", "safetensors")),
     *(_made(f"convert to {to}", f"convert {{root}}/3 {{new}} --to {to}") for to in ("hf", "torch")),
     _made("extract", "extract {root}/3 {new} --only ** --to npz"),
-    _made("merge", "merge {root}/3 {root}/2 {new} --average --to hf"),
+    _made("merge", "merge {root}/3 {root}/3 {new} --average --to hf"),
     _made("reshard", "reshard {root}/3 {new} --mesh x=2"),
 ]
 _UPKEEP: Final = [
@@ -113,7 +115,7 @@ _UPKEEP: Final = [
     Command(name="copy root", line="copy {root} {new}", fills=True, resumes=True),
     Command(name="copy step", line="copy {root}/2 {new}", fills=True, resumes=True),
     Command(name="copy as newest", line="copy {other}/50 {root} --as newest", resumes=True),
-    Command(name="copy as history", line="copy {other}/50 {root} --as history --as-step 0", resumes=True),
+    Command(name="copy as history", line="copy {other}/50 {root} --as history --as-step 0", resumes=True, renumbered={0: 50}),
     Command(name="sign", line="sign {root}/3 --key {key}", deletes=frozenset({3})),
     Command(name="tiers clean", line="tiers clean {tier} --idle 0s", tiered=True, media=("disk",)),
 ]

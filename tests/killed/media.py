@@ -24,11 +24,11 @@ from ckptkit.testing.bucket.objects import ObjectStore
 from ckptkit.testing.bucket.records import ObjectRecord
 from ckptkit.testing.crash import CrashState, Trace, is_operation, notes, record
 from tests.killed.commands import Command
+from tests.killed.running import Main, run
 from tests.roots.catalog import SavedRuns
 from tests.roots.media import Bucket, LinkedCopies, Listing, bucket
 from tests.roots.media import Disk as DiskPlaces
 
-Main = Callable[[Sequence[str]], int]
 _AT_S: Final = 1_700_000_000  # when every file was changed: sources are known by it
 _BUCKET: Final = "roots"
 _CHANGES: Final = ("commit", "patch", "delete", "copy", "move")
@@ -191,8 +191,8 @@ class BucketMedium:
         self._urls[command.name] = command.build(local, saved, self._places.place)
         forget_listings(f"gs://{_BUCKET}")
         with self._watched(states, command), _as_another_process():
-            code = main(command.arguments(self.place(command), key, str(local)))
-        assert code == command.code, (command.name, code)
+            answer = run(main, command.arguments(self.place(command), key, str(local)))
+        assert answer.code == command.code, (command.name, answer)
         self._states[command.name] = states
 
     @contextmanager

@@ -313,7 +313,24 @@ class PruneGuard:
             return set()
         if paths.is_announcement(name):  # of another that deletes: it has no reader
             return set()
+        if _has_ended(str(_parsed(data).get("process"))):  # `drop_dead` deletes it
+            return set()
         return steps if leased is None else steps & leased
+
+
+def drop_dead(store: Store) -> None:
+    """Deletes the leases and the notices of processes of this machine that have ended, which no process counts any
+    more. Those of other machines stay until a job has watched them. Cost: a listing, and a small read for each. Raises
+    `StoreError`.
+    """
+    for name in store.list(paths.LEASES_DIR):
+        if paths.step_of_pin(name) is not None:
+            continue
+        with suppress(FileNotFoundError):  # released meanwhile
+            record = _parsed(store.get(f"{paths.LEASES_DIR}/{name}"))
+            # A claim has one name for all who ask for it: `WriterClaim` replaces that of a dead holder.
+            if "copying" not in record and _has_ended(str(record.get("process"))):
+                store.delete(f"{paths.LEASES_DIR}/{name}")
 
 
 def announced_deletions(
