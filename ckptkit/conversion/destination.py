@@ -23,7 +23,15 @@ from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.store import Stat, Store, open_store, put_new
 from ckptkit.store.backends import BACKENDS, backend_of, properties_of
-from ckptkit.store.local import LocalStore, remove_empty, require_free, sync_above, sync_directory, sync_tree
+from ckptkit.store.local import (
+    LocalStore,
+    remove_empty,
+    remove_unfinished_puts,
+    require_free,
+    sync_above,
+    sync_directory,
+    sync_tree,
+)
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import root_url
@@ -150,9 +158,8 @@ class Destination:
                 return
             self.journal.recall()
             if self.journal.work:
-                found = self.store().stat_all("")
-                found.pop(paths.COMMIT_MARK, None)  # put last, and not noted
-                if not foreign(found, self.journal.files(), self.journal.work, self.store().get):
+                found, noted = self.store().stat_all(""), self.journal.files()  # the kill may have left a part of these
+                if not any(_is_lost(notes[-1], found.get(key)) for key, notes in noted.items()):
                     self.journal.remove()
                     self._remove_part()
 
@@ -294,6 +301,7 @@ class Destination:
         if marker is not None and renamed:
             self.put([(paths.COMMIT_MARK, marker.encode())])
         if self.properties.file_system:
+            remove_unfinished_puts(self.url)  # of an interrupted work that was resumed
             sync_tree(self.url)
         if not renamed:
             if self.properties.file_system:

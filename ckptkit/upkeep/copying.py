@@ -27,7 +27,7 @@ from ckptkit.formats.ranges import open_ranges
 from ckptkit.model import paths
 from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.backends import properties_of
-from ckptkit.store.local import make_durable, remove_empty, require_free, sync_directory, sync_tree
+from ckptkit.store.local import make_durable, remove_empty, remove_unfinished_puts, require_free, sync_directory, sync_tree
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore, forget_listings
 from ckptkit.store.retry import retried
@@ -353,6 +353,7 @@ class _Copying:
                 if f"{item}/{paths.COMMIT_MARK}" not in self._arrived:  # a disk's items of stock Orbax have none
                     store.put(f"{item}/{paths.COMMIT_MARK}", text)
             if store.properties.file_system:
+                remove_unfinished_puts(self._place)
                 sync_tree(self._place)
             self._put_mark(text)
             store.delete(JOURNAL)  # last: without it and without a mark, nobody could tell what the objects are
@@ -360,6 +361,7 @@ class _Copying:
         store.delete(JOURNAL)
         if paths.COMMIT_MARK in self._step.sizes or self._adoption is not None:
             store.put(paths.COMMIT_MARK, text)
+        remove_unfinished_puts(self._place)  # of an interrupted copy that is continued
         sync_tree(self._place)
         try:
             os.rename(self._place, self._step.target)
