@@ -147,8 +147,8 @@ class Destination:
             )
 
     def drop_finished(self) -> None:
-        """Deletes the records of a work that was killed after it had made the target, which is complete. Deletes nothing
-        where a process works there, or where the target is not what those records name."""
+        """Deletes the records of a work that was killed after it had made the target, which is complete. Deletes
+        nothing where a process works there, or where the target is not what those records name."""
         with suppress(CheckpointError, OSError):
             if self.properties.atomic_rename:
                 if os.path.isdir(self.part) and not os.path.lexists(self.url):  # it was renamed

@@ -27,7 +27,14 @@ from ckptkit.formats.ranges import open_ranges
 from ckptkit.model import paths
 from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.backends import properties_of
-from ckptkit.store.local import make_durable, remove_empty, remove_unfinished_puts, require_free, sync_directory, sync_tree
+from ckptkit.store.local import (
+    make_durable,
+    remove_empty,
+    remove_unfinished_puts,
+    require_free,
+    sync_directory,
+    sync_tree,
+)
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore, forget_listings
 from ckptkit.store.retry import retried
@@ -185,9 +192,7 @@ def _drop_leftovers(step: CopyStep, root: Store, timeout_s: float) -> None:
 def _intents_of_copies(root: Store, name: str) -> list[str]:
     """The keys of the intents of copies of a step: one for each that was killed, and that of one in progress."""
     found = [(each, paths.intent_of_name(each)) for _, each in intents(root)]
-    return [
-        f"{paths.INTENTS_DIR}/{each}" for each, of in found if of == (0, name) and each != paths.going_name(name)
-    ]
+    return [f"{paths.INTENTS_DIR}/{each}" for each, of in found if of == (0, name) and each != paths.going_name(name)]
 
 
 def _lock_name(name: str) -> str:

@@ -184,7 +184,7 @@ def prune(plan: PrunePlan, *, wait_s: float = 0.0, timeout_s: float = 20.0) -> P
     Safe while a job runs. The steps are announced first, so that no new reader opens one. Steps that a process reads
     stay, and so do steps that were pinned, saved anew or pruned since. The lease of a dead reader is dropped after it
     was watched for its lifetime, for at most `wait_s`. If a rollback or a new run happened meanwhile, nothing is
-    deleted. If this stops half way, each step is either committed or gone, and the next call removes what is left of it.
+    deleted. If this stops half way, each step is either committed or gone, and the next call removes what is left.
 
     It cannot see a job that has restored an older step by its number and has saved nothing since: let it save first.
 

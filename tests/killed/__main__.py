@@ -1,19 +1,12 @@
-"""`python -m tests.killed`: each command that writes is killed after each of its storage operations, and then run again.
+"""`python -m tests.killed`: commands are killed after each of their storage operations, and then run again.
 
 Short without `--full`: a few points of each command.
 """
 
 from __future__ import annotations
 
-import os
-import random
 import shlex
-import subprocess
-import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -39,21 +32,23 @@ def main(full: bool, names: tuple[str, ...], media: tuple[str, ...], point: int 
     for medium in media or _MEDIA:
         if medium == "disk" and not can_trace():
             raise click.ClickException("strace is not there or may not trace; install it (make setup-system)")
-        with tempfile.TemporaryDirectory(prefix="ckptkit-killed-") as home:
-            with Campaign(Path(home), medium, [COMMANDS[name] for name in chosen], command_line) as campaign:
-                for name in campaign.names:
-                    count = 0
-                    for number, what, failures in campaign.checked(name, full=full, point=point, seed=seed):
-                        count += 1
-                        for each in failures:
-                            click.echo(f"{each.kind}: {name}, {medium}, after {number} {what}: {each.text}")
-                            unfinished += each.kind == "unfinished"
-                            harmed += each.kind == "harmed"
-                        if failures:
-                            words = ("python", "-m", "tests.killed", "--medium", medium, "--command", name)
-                            click.echo(f"  repeat: {shlex.join([*words, '--point', str(number)])}")
-                    click.echo(f"{medium}: {name}: {count} points, {campaign.states(name)} states", err=True)
-                    points += count
+        with (
+            tempfile.TemporaryDirectory(prefix="ckptkit-killed-") as home,
+            Campaign(Path(home), medium, [COMMANDS[name] for name in chosen], command_line) as campaign,
+        ):
+            for name in campaign.names:
+                count = 0
+                for number, what, failures in campaign.checked(name, full=full, point=point, seed=seed):
+                    count += 1
+                    for each in failures:
+                        click.echo(f"{each.kind}: {name}, {medium}, after {number} {what}: {each.text}")
+                        unfinished += each.kind == "unfinished"
+                        harmed += each.kind == "harmed"
+                    if failures:
+                        words = ("python", "-m", "tests.killed", "--medium", medium, "--command", name)
+                        click.echo(f"  repeat: {shlex.join([*words, '--point', str(number)])}")
+                click.echo(f"{medium}: {name}: {count} points, {campaign.states(name)} states", err=True)
+                points += count
     click.echo(f"{len(chosen)} commands x {points} points, unfinished {unfinished}, harmed {harmed}")
     raise SystemExit(1 if unfinished or harmed else 0)
 

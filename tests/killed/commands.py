@@ -115,9 +115,10 @@ _UPKEEP: Final = [
     Command(name="copy root", line="copy {root} {new}", fills=True, resumes=True),
     Command(name="copy step", line="copy {root}/2 {new}", fills=True, resumes=True),
     Command(name="copy as newest", line="copy {other}/50 {root} --as newest", resumes=True),
-    Command(name="copy as history", line="copy {other}/50 {root} --as history --as-step 0", resumes=True, renumbered={0: 50}),
+    Command(
+        name="copy as history", line="copy {other}/50 {root} --as history --as-step 0", resumes=True, renumbered={0: 50}
+    ),
     Command(name="sign", line="sign {root}/3 --key {key}", deletes=frozenset({3})),
     Command(name="tiers clean", line="tiers clean {tier} --idle 0s", tiered=True, media=("disk",)),
 ]
 COMMANDS: Final[dict[str, Command]] = {each.name: each for each in (*_UPKEEP, *_MAKING)}
-

@@ -25,7 +25,7 @@ _LIFETIME_S: Final = 0.6  # of a claim whose holder is on another machine
 _RANDOM: Final = re.compile(r"[0-9a-f]{8,}")
 # Left on purpose, as docs/FAULTS.md has it: what no reader takes for an object; a lease, which jobs and `prune` drop
 # once its reader is dead; and a repair, whose process may be on another machine and alive, for a day.
-_STAYS: Final = re.compile(r"(.*/)?_ckptkit/((.*/)?\.put-#|leases/#\.json|repair-#-.*)")
+_STAYS: Final = re.compile(r"(.*/)?_ckptkit/((.*/)?\.put-#|leases/#\.json|repair-#-.*)|run/[0-9]+/\.put-#")
 _CLAIMS: Final = re.compile(r"(.*/)?_ckptkit/leases/(?!pin-).*")
 _OTHER_STEPS: Final = range(46, 51)
 
@@ -70,17 +70,19 @@ class Judge:
         medium.remake(command, len(self.points) - 1)
         self._expected = self._result()
         self._again = self._run(*self._words()).code  # which may be refused: it is done
-        self._judged: set[str] = set()
+        self._judged: set[frozenset[tuple[str, str]]] = set()
         self._roots: set[tuple[str, frozenset[tuple[str, str]]]] = set()
 
     def check(self, point: int) -> list[Failure]:
         """What is wrong after this operation; nothing where an equal state was judged."""
-        digest = self._medium.remake(self._command, point)
-        if digest in self._judged:
+        self._medium.remake(self._command, point)
+        found = self._medium.listing(self._command).items()
+        state = frozenset((name, "" if "/.put-" in name else each) for name, each in found)  # which no reader opens
+        if state in self._judged:
             return []
-        self._judged.add(digest)
-        found = [Failure(kind="unfinished", text=text) for text in self._unfinished(point)]
-        return [*found, *(Failure(kind="harmed", text=text) for text in self._harmed(point))]
+        self._judged.add(state)
+        unfinished = [Failure(kind="unfinished", text=text) for text in self._unfinished(point)]
+        return [*unfinished, *(Failure(kind="harmed", text=text) for text in self._harmed(point))]
 
     @property
     def states(self) -> int:

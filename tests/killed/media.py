@@ -6,7 +6,6 @@ recorded with the records of all objects, so that generations come back too.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -51,8 +50,8 @@ class Medium(Protocol):
         """A name for each state: the operation that was the last one."""
         ...
 
-    def remake(self, command: Command, point: int) -> str:
-        """Makes the state anew, and returns a digest of it: states with equal ones are equal."""
+    def remake(self, command: Command, point: int) -> None:
+        """Makes the state anew."""
         ...
 
     def listing(self, command: Command) -> Listing:
@@ -94,14 +93,13 @@ class DiskMedium:
         """The state before, and after each operation in the command's directory."""
         return [_told(self._trace, number) for number in self._numbers(command)]
 
-    def remake(self, command: Command, point: int) -> str:
+    def remake(self, command: Command, point: int) -> None:
         """Writes the tree."""
         number, below = self._numbers(command)[point], (slug(command.name),)
         disk = CrashState(count=number + 1).disk(self._trace)
         shutil.rmtree(self.local(command), ignore_errors=True)
         disk.materialise(self._root, below)
         _set_times(self.local(command))
-        return disk.digest(below)
 
     def listing(self, command: Command) -> Listing:
         """Every file by its digest."""
@@ -161,7 +159,7 @@ class BucketMedium:
         """The state before, and after each request that changed something."""
         return [what for what, _ in self._states[command.name]]
 
-    def remake(self, command: Command, point: int) -> str:
+    def remake(self, command: Command, point: int) -> None:
         """Makes the command's prefix hold these objects, with their generations, and nothing else."""
         state = self._states[command.name][point][1]
         prefix = self._prefix(command)
@@ -174,8 +172,6 @@ class BucketMedium:
                 if name not in found.objects:
                     self._store._put(found, each, self._kept / each.content.id)
         forget_listings(f"gs://{_BUCKET}")
-        digests = [f"{name} {each.content.md5} {each.content.crc32c}\n" for name, each in sorted(state.items())]
-        return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def listing(self, command: Command) -> Listing:
         """Every object by its checksum."""
