@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 
 from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions, pinned_steps
+from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions, drop_dead, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root, require_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
@@ -233,6 +233,7 @@ class _Scrubber:
         try:
             if self._repair:
                 clean_repairs(self._place.url)
+                drop_dead(open_store(self._place.url, deadline_s=self._timeout_s))
             for each in damaged:
                 treatments.append(self._treat(each))
         except (OSError, StoreError) as error:

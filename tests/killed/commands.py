@@ -119,6 +119,6 @@ _UPKEEP: Final = [
         name="copy as history", line="copy {other}/50 {root} --as history --as-step 0", resumes=True, renumbered={0: 50}
     ),
     Command(name="sign", line="sign {root}/3 --key {key}", deletes=frozenset({3})),
-    Command(name="tiers clean", line="tiers clean {tier} --idle 0s", tiered=True, media=("disk",)),
+    Command(name="tiers clean", line=f"tiers clean {{tier}} --idle 0s --host-id {HOST}", tiered=True, media=("disk",)),
 ]
 COMMANDS: Final[dict[str, Command]] = {each.name: each for each in (*_UPKEEP, *_MAKING)}

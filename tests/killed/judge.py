@@ -21,7 +21,7 @@ from tests.roots.tree import ROOT
 
 CORRUPT: Final = 11
 NOT_FOUND: Final = 10
-_LIFETIME_S: Final = 0.6  # of a claim whose holder is on another machine
+_LIFETIME_S: Final = 0.4  # of a claim whose holder is on another machine
 _RANDOM: Final = re.compile(r"[0-9a-f]{8,}")
 # Left on purpose, as docs/FAULTS.md has it: what no reader takes for an object; a lease, which jobs and `prune` drop
 # once its reader is dead; and a repair, whose process may be on another machine and alive, for a day.
@@ -65,6 +65,7 @@ class Judge:
         self._place = medium.place(command)
         self._root, self._new = f"{self._place}/{ROOT}", f"{self._place}/new"
         self.points = medium.points(command)
+        self._listed: dict[tuple[str, frozenset[tuple[str, str]]], dict[int, str]] = {}
         medium.remake(command, 0)
         self._before = medium.listing(command)
         medium.remake(command, len(self.points) - 1)
@@ -94,7 +95,7 @@ class Judge:
             self._medium.remake(self._command, point)
             claimed = any(_CLAIMS.fullmatch(name) for name in self._medium.listing(self._command))
             yield from self._finish(resume)
-            if claimed:
+            if claimed and not resume:
                 self._medium.remake(self._command, point)
                 with _on_another_machine():
                     yield from (f"from another machine: {each}" for each in self._finish(resume, alone=False))
@@ -131,7 +132,7 @@ class Judge:
         allowed = {0} if root == self._root else {0, NOT_FOUND}
         if self._command.damaged is not None:
             allowed |= {CORRUPT}
-        steps = self._steps(root)
+        steps = self._steps(root, at_first)
         whole = [step for step, state in steps.items() if state == "committed"]
         for step in whole:
             if step != self._command.damaged:
@@ -209,7 +210,8 @@ class Judge:
         return self._command.arguments(self._place, self._key, local, resume=resume)
 
     def _result(self) -> Result:
-        names = {_RANDOM.sub("#", name) for name in self._medium.listing(self._command)}
+        listing = self._medium.listing(self._command)
+        names = {_RANDOM.sub("#", name) for name in listing}
         roots = (self._root, self._new) if self._command.fills else (self._root,)
         made = ""
         if self._command.makes:
@@ -217,14 +219,21 @@ class Judge:
             made = f"{answer.code} {answer.out}"
         return Result(
             names=frozenset(name for name in names if not _STAYS.fullmatch(name)),
-            steps={root.rpartition("/")[2]: self._steps(root) for root in roots},
+            steps={root.rpartition("/")[2]: self._steps(root, listing) for root in roots},
             made=made,
         )
 
-    def _steps(self, root: str) -> dict[int, str]:
-        answer = self._run("steps", root, "--json")
-        found: list[dict[str, Any]] = json.loads(answer.out)["steps"] if answer.out.strip() else []
-        return {each["step"]: each["state"] for each in found}
+    def _steps(self, root: str, listing: Listing) -> dict[int, str]:
+        """The states of the steps of a root; asked once for equal ones."""
+        below = root.rpartition("/")[2] + "/"
+        content = frozenset(
+            each for each in listing.items() if each[0].startswith(below) and not _CLAIMS.fullmatch(each[0])
+        )
+        if (root, content) not in self._listed:
+            answer = self._run("steps", root, "--json")
+            found: list[dict[str, Any]] = json.loads(answer.out)["steps"] if answer.out.strip() else []
+            self._listed[root, content] = {each["step"]: each["state"] for each in found}
+        return self._listed[root, content]
 
     def _run(self, *words: str) -> Answer:
         return run(self._main, words)
