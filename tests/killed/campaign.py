@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -16,8 +16,6 @@ from tests.killed.judge import Failure, Judge
 from tests.killed.media import DiskMedium, Medium, bucket_medium
 from tests.killed.running import Main
 from tests.roots.catalog import SavedRuns
-
-FEW: Final = 3  # points of each command without `full`: the last one, the one before, and a random one
 
 
 @final
@@ -53,17 +51,21 @@ class Campaign:
         """How many different ones of a command were judged."""
         return self._judge(name).states
 
+    def points(self, name: str) -> Sequence[str]:
+        """The operations of a command; the first is nothing."""
+        return self._medium.points(self._commands[name])
+
     def checked(
         self, name: str, *, full: bool = True, point: int | None = None, seed: int = 0
     ) -> Iterator[tuple[int, str, list[Failure]]]:
-        """Each point of a command: its number, its operation, and what is wrong after it."""
+        """Each point of a command: its number, its operation, and what is wrong after it. Without `full` the one before
+        the last, and a random one."""
         judge = self._judge(name)
         numbers = list(range(len(judge.points)))
         if point is not None:
             numbers = [point]
         elif not full:
-            last = numbers[-FEW + 1 :]
-            numbers = sorted({*last, random.Random(seed).choice(numbers)})
+            numbers = sorted({numbers[-2:][0], random.Random(seed).choice(numbers)})
         for number in numbers:
             yield number, judge.points[number], judge.check(number)
 

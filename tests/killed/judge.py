@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, final
@@ -21,11 +21,12 @@ from tests.roots.tree import ROOT
 
 CORRUPT: Final = 11
 NOT_FOUND: Final = 10
-_LIFETIME_S: Final = 0.4  # of a claim whose holder is on another machine
+_FASTER: Final = 200  # the lifetime of a claim whose holder is on another machine, a minute, in 0.3 s
 _RANDOM: Final = re.compile(r"[0-9a-f]{8,}")
 # Left on purpose, as docs/FAULTS.md has it: what no reader takes for an object; a lease, which jobs and `prune` drop
 # once its reader is dead; and a repair, whose process may be on another machine and alive, for a day.
 _STAYS: Final = re.compile(r"(.*/)?_ckptkit/((.*/)?\.put-#|leases/#\.json|repair-#-.*)|run/[0-9]+/\.put-#")
+_ASIDE: Final = re.compile(r"(_quarantine/[0-9]+)\.[0-9]+")  # of a repair that was begun again
 _CLAIMS: Final = re.compile(r"(.*/)?_ckptkit/leases/(?!pin-).*")
 _OTHER_STEPS: Final = range(46, 51)
 
@@ -144,7 +145,7 @@ class Judge:
         for words in (*looks, *acts):
             if changed:
                 self._medium.remake(self._command, point)
-            doomed = frozenset(sorted(whole)[:-2]) | self._abandoned(steps) if words[0] == "prune" else frozenset()
+            doomed = self._prunable(root, steps) if words[0] == "prune" else frozenset()
             answer = self._run(*words)
             if answer.code not in allowed:
                 yield f"`{' '.join(words)}`: {answer}"
@@ -161,21 +162,28 @@ class Judge:
             self._medium.remake(self._command, point)
             yield from self._restart(root, whole)
 
-    def _abandoned(self, steps: Mapping[int, str]) -> frozenset[int]:
-        return frozenset(step for step, state in steps.items() if state == "abandoned")
+    def _prunable(self, root: str, steps: Mapping[int, str]) -> frozenset[int]:
+        """What `prune --keep newest=2` may delete: it also ends a deletion that was cut off."""
+        whole = sorted(step for step, state in steps.items() if state == "committed")
+        abandoned = {step for step, state in steps.items() if state == "abandoned"}
+        cut_off = self._command.deletes - set(steps) if root == self._root else frozenset[int]()
+        unfinished = {step for step in self._command.deletes if steps.get(step) == "unfinished"}
+        return frozenset(whole[:-2]) | abandoned | cut_off | unfinished
 
     def _changed(
         self, before: Listing, after: Listing, deleted: frozenset[int], of_root: str | None = None
     ) -> Iterator[str]:
         """The files of steps that are not what they were; nothing of a step that was to be deleted counts."""
+        changed = []
         for name, found in before.items():
             root, _, below = name.partition("/")
             step = below.partition("/")[0]
             if not step.isdecimal() or root == "elsewhere":
                 continue
             asked = int(step) in deleted and f"{self._place}/{root}" == (of_root or self._root)
-            if not asked and after.get(name) != found:
-                yield f"{name} is changed or lost"
+            changed += [name] if not asked and after.get(name) != found else []
+        if changed:
+            yield f"changed or lost: {', '.join(changed)}"
 
     def _not_restored(self, root: str, step: int) -> Iterator[str]:
         try:
@@ -211,7 +219,7 @@ class Judge:
 
     def _result(self) -> Result:
         listing = self._medium.listing(self._command)
-        names = {_RANDOM.sub("#", name) for name in listing}
+        names = {_ASIDE.sub(r"\1", _RANDOM.sub("#", name)) for name in listing}
         roots = (self._root, self._new) if self._command.fills else (self._root,)
         made = ""
         if self._command.makes:
@@ -241,10 +249,16 @@ class Judge:
 
 @contextmanager
 def _on_another_machine() -> Iterator[None]:
-    """The holders of claims are not seen here: a claim is dead once it did not change for its lifetime."""
+    """The holders of claims are not seen here: a claim is dead once it did not change for its lifetime, which passes
+    quickly for those who watch it."""
+    state_of: Callable[..., Any] = leases._state_of  # pyright: ignore[reportPrivateUsage]
+
+    def watched(store: Any, key: str, now_s: Callable[[], float], *rest: Any) -> Any:
+        return state_of(store, key, lambda: now_s() * _FASTER, *rest)
+
     with (
         patch.object(leases, "_has_ended", lambda _: None),
-        patch.object(leases, "_LEASE_S", _LIFETIME_S),
-        patch.object(leases, "_WATCH_S", _LIFETIME_S / 20),
+        patch.object(leases, "_state_of", watched),
+        patch.object(leases, "_WATCH_S", 0.02),
     ):
         yield

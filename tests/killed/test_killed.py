@@ -21,7 +21,7 @@ pytest.importorskip("model_signing", reason="ckptkit-jax[sign] is not installed"
 
 SHORT = {
     "disk": ("prune", "copy as newest", "convert to hf"),
-    "bucket": ("prune unread", "copy root", "convert to npz", "pin"),
+    "bucket": ("prune unread", "copy step", "convert to npz"),
 }
 MEDIA = [pytest.param("disk", marks=needs_strace), "bucket"]
 
@@ -61,9 +61,11 @@ def test_records_that_nothing_removes_are_found(tmp_path: Path) -> None:
         patch.object(Destination, "drop_finished", lambda _: None),
         Campaign(tmp_path, "bucket", [COMMANDS["convert to npz"]], main) as campaign,
     ):
-        texts = [(each.kind, each.text) for *_, each in found(campaign)]
-    assert texts
-    assert all(kind == "unfinished" and ".ckptkit-part/journal" in text for kind, text in texts)
+        (made,) = (number for number, what in enumerate(campaign.points("convert to npz")) if what.endswith("/new"))
+        checked = campaign.checked("convert to npz", point=made)
+        texts = [(each.kind, each.text) for *_, failures in checked for each in failures]
+    assert {kind for kind, _ in texts} == {"unfinished"}
+    assert any("left over: .new.ckptkit-part/journal/plan.json" in text for _, text in texts), texts
 
 
 def test_deletion_in_the_wrong_order_is_found(tmp_path: Path) -> None:
