@@ -178,6 +178,8 @@ def _plan_zip(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
         for key, tensor in tensors.items():
             if key.startswith("/") or ".." in key.split("/") or "\\" in key or "\0" in key:
                 raise CheckpointError(f"{key!r} would be a path outside the archive; rename it with --map")
+            if f"{key}.npy" in tensors:  # and NumPy takes that name for the member of this one
+                raise CheckpointError(f"npz cannot tell {key!r} from {key + '.npy'!r}; rename one of them with --map")
             note = note_of(tensor.dtype, tensor.shape, known_dtypes(), tensor.leaf.key_impl)
             comment = b"" if note is None else json.dumps(note).encode()
             packer.add(f"{key}.npy", _npy_header(tensor), key, tensor.nbytes, comment)

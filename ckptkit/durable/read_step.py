@@ -257,6 +257,10 @@ class DurableReader:
         """
         if is_file(leaf):
             return self._of_file(item, leaf, cell.start[0], cell.stop[0])
+        if self._placed.describes(item, leaf):  # TensorStore would give these bytes, ten times as slowly
+            found = np.empty(cell.shape, np.dtype(leaf.dtype))
+            if self._placed.fill(item, leaf, cell, found.reshape(-1).view(np.uint8)):
+                return found
         array = self._open(item, leaf)
         return self._undamaged(lambda: self._awaited(array[cell.slices()].read()), leaf)
 

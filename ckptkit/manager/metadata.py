@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.host_shards import is_text_leaf
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM, METRICS_ITEM, sharding_metadata, step_metadata, tree_metadata
+from ckptkit.durable.orbax.preservation import by_metrics
 from ckptkit.durable.read_step import without_identity
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import StepNotFoundError
@@ -66,14 +67,13 @@ class MetadataIndex:
         self._metrics[step] = metrics
 
     def best_of(self, steps: Sequence[int]) -> int | None:
-        """The best of `steps` by the options' `best_fn`, the last saved of equals; None where none has metrics."""
+        """The best of `steps` by the options' `best_fn`, the last saved of equals, a NaN after all others; None where
+        none has metrics."""
         assert self._options.best_fn is not None
         with_metrics = [step for step in steps if self._metrics.get(step) is not None]
-        by_quality = sorted(
-            with_metrics,
-            key=lambda step: self._options.best_fn(self._metrics[step]),  # pyright: ignore[reportOptionalCall]
-            reverse=self._options.best_mode == "min",
-        )
+        minimum = self._options.best_mode == "min"
+        key = by_metrics(self._options.best_fn, minimum=minimum)
+        by_quality = sorted(with_metrics, key=lambda step: key(self._metrics[step]), reverse=minimum)
         return by_quality[-1] if by_quality else None
 
     def cached_metrics(self, step: int) -> Any:

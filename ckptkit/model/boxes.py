@@ -94,6 +94,8 @@ def missing_elements(wanted: Box, held: Iterable[Box]) -> int:
 
 def _without(box: Box, taken: Box) -> list[Box]:
     """`box` less `taken`, as boxes that do not overlap."""
+    if box == taken:  # most often
+        return []
     common = box.intersect(taken)
     if common is None:
         return [box]

@@ -25,7 +25,7 @@ from ckptkit.model.manifest_checks import FILES as FILES
 from ckptkit.model.manifest_checks import STRUCTURE as STRUCTURE
 from ckptkit.model.manifest_checks import LeafKind as LeafKind
 from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf, check_small_item
-from ckptkit.model.paths import is_key
+from ckptkit.model.paths import is_part
 
 FORMAT = 3
 _READ_FORMATS = (1, 2, 3)  # 1: each leaf has the text of its sharding; 1 and 2: saves name neither root nor run
@@ -432,7 +432,7 @@ def _check_manifest(manifest: Manifest) -> None:
     if not isinstance(manifest.custom, str | None):
         raise ValueError(f"custom {manifest.custom!r} is not a digest")
     for item in (*manifest.arrays, *manifest.inline):
-        if not is_key(item) or "/" in item:  # an item is a directory of that name
+        if not is_part(item):  # an item is a directory of that name
             raise ValueError(f"item {item!r} cannot be a directory")
     for item, stored in manifest.inline.items():
         try:

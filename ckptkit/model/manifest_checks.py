@@ -17,7 +17,7 @@ import ml_dtypes  # registers bfloat16, fp8 and the small integers with np.dtype
 import numpy as np
 
 from ckptkit.model.boxes import Box
-from ckptkit.model.paths import checked_file
+from ckptkit.model.paths import checked_file, is_utf8
 
 LeafKind = Literal["jax", "numpy", "int", "float", "bool"]
 
@@ -43,6 +43,8 @@ def check_leaf(
     words = (*path, keys, kind, dtype, *extra, *extra.values())
     if not _TEXTS.issuperset(map(type, words)) or len(keys) != len(path) or not _KEYS.issuperset(keys):
         raise ValueError("is no leaf")
+    if not is_utf8("".join(path)):  # no store takes such a key
+        raise ValueError("is not text")
     _check_facts(kind, dtype, shape, cell)
     if "sharding" in extra:
         _check_sharding(extra["sharding"])
@@ -89,7 +91,8 @@ def check_small_item(stored: Mapping[str, Any], leaves: Sequence[tuple[str, ...]
         for path, letters, *words in value:
             text = [*path, letters, *words]
             node = (len(words) == 1 and words[0] in _EMPTY_NODES) or (len(words) == 2 and words[0] == _TEXT_NODE)
-            if not node or not _TEXTS.issuperset(map(type, text)) or len(path) != len(letters):
+            named = _TEXTS.issuperset(map(type, text)) and is_utf8("".join(path))
+            if not node or not named or len(path) != len(letters):
                 raise ValueError(f"has the empty node {text!r:.100}")
 
 

@@ -92,13 +92,18 @@ def is_utf8(name: str) -> bool:
         return False
 
 
+def is_part(name: str) -> bool:
+    """Whether a name can be one file or directory everywhere: text, within the limit of file systems, no `..`."""
+    return is_key(name) and "/" not in name and is_utf8(name) and len(name.encode()) <= _PART_BYTES_MAX
+
+
 def checked_file(name: object) -> str:
     """The path of a file below an item as a record names it. Raises ValueError for a path that cannot be written there,
     TypeError for a value that is not text."""
     if not isinstance(name, str):
         raise TypeError(f"{name!r:.100} is not the path of a file")
-    if max(len(part.encode()) for part in checked_key(name).split("/")) > _PART_BYTES_MAX:
-        raise ValueError(f"{name!r:.100} has a part of more than {_PART_BYTES_MAX} bytes")
+    if not all(map(is_part, checked_key(name).split("/"))):
+        raise ValueError(f"{name!r:.100} has a part of more than {_PART_BYTES_MAX} bytes, or that is not UTF-8")
     return name
 
 

@@ -312,6 +312,14 @@ def test_npz_name_outside_its_directory_is_refused(ckpt: Run, tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["a.msgpack"]
 
 
+def test_names_that_numpy_takes_for_one_another_are_refused(ckpt: Run, tmp_path: Path) -> None:
+    """`numpy.load` would give the one array for the other."""
+    source = writers.by_safetensors(tmp_path / "a.safetensors", {"x": np.arange(3), "x.npy": np.ones(2)})
+    said = ckpt("convert", source, tmp_path / "b.npz", "--to", "npz")
+    assert (said.code, "npz cannot tell 'x' from 'x.npy'" in said.err) == (1, True)
+    assert ckpt("convert", source, tmp_path / "b.pt", "--to", "torch").code == 0
+
+
 @pytest.mark.parametrize(
     ("name", "to", "why"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +145,31 @@ def test_best_fn_chooses_the_best_step(job: Callable[[], Job]) -> None:
         each.run(**options)
         with each.manager(**options) as manager:
             assert manager.best_step() == best
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("losses", list(itertools.permutations((1.0, math.nan, 2.0, -math.inf, math.nan)))[::23])
+@pytest.mark.parametrize("by_policy", [False, True])
+def test_a_metric_that_is_nan_is_worse_than_every_number(
+    job: Callable[[], Job], losses: tuple[float, ...], mode: Any, by_policy: bool
+) -> None:
+    """The best step was deleted, or `best_step` named one whose loss was NaN, by the order of the saves."""
+    options: dict[str, Any] = {"best_fn": _loss, "best_mode": mode, "max_to_keep": 2}
+    if by_policy:
+        best = policies.BestN(get_metric_fn=_loss, reverse=mode == "min", n=2)
+        options = {**options, "max_to_keep": None, "preservation_policy": policies.AnyPreservationPolicy([best])}
+    numbers = sorted((loss, step) for step, loss in enumerate(losses) if not math.isnan(loss))
+    best_two = [step for _, step in (numbers[:2] if mode == "min" else numbers[::-1][:2])]
+    each = job()
+    each.tiers = False
+    with each.manager(**options) as manager:
+        for step, loss in enumerate(losses):
+            manager.save(step, args=args.StandardSave({"w": np.arange(3)}), metrics={"loss": loss})
+            manager.wait_until_finished()
+        assert manager.best_step() == best_two[0]
+        assert set(best_two) <= set(manager.all_steps())
+    with each.manager(**options) as manager:
+        assert manager.best_step() == best_two[0]
 
 
 def test_keep_checkpoints_without_metrics_option(job: Callable[[], Job]) -> None:

@@ -182,6 +182,21 @@ def test_stock_orbax_steps_are_followed_as_unproven(tmp_path: Path) -> None:
         assert_same(found.restore(restore_args(abstract(make_state())))["state"], make_state(found.step))
 
 
+def test_directories_that_are_not_of_the_run_are_not_followed(tmp_path: Path) -> None:
+    """A tree, another run and notes, whose names end in digits, would be steps that `restore` refuses."""
+    root = tmp_path / "run"
+    with ckptkit.CheckpointManager(root) as manager:
+        for step in (100, 200):
+            save(manager, step)
+    with ckptkit.CheckpointManager(root / "exp_500") as other:
+        save(other, 1)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(root / "gemma_350", {"w": np.arange(4)})
+    (root / "2024").mkdir()
+    (root / "2024/notes.txt").write_text("runs of 2024")
+    assert followed(root) == [100, 200]
+
+
 def test_step_with_a_lost_lease_is_not_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer may have begun to prune it: the evaluation would end in half a step."""
     with ckptkit.CheckpointManager(tmp_path) as manager:

@@ -13,15 +13,20 @@ from tests.roots.commands import ACTIONS, Action
 from tests.roots.damaged import DAMAGED
 from tests.roots.foreign import FOREIGN
 from tests.roots.leavings import LEAVINGS
+from tests.roots.named import NAMED
 from tests.roots.oracle import Failure
 from tests.roots.running import Cell
 from tests.roots.sound import SOUND
 from tests.roots.tree import StepFact, StrangeRoot, Tree
 
-ROOTS: dict[str, StrangeRoot] = {**SOUND, **FOREIGN, **DAMAGED, **LEAVINGS}
+ROOTS: dict[str, StrangeRoot] = {**SOUND, **FOREIGN, **DAMAGED, **LEAVINGS, **NAMED}
+FEWER = {
+    name: root for name, root in ROOTS.items() if name not in NAMED or name in list(NAMED)[::4]
+}  # a few names of each record
 
 __all__ = [
     "ACTIONS",
+    "FEWER",
     "ROOTS",
     "Action",
     "Campaign",

@@ -167,12 +167,12 @@ def may_go(tree: Tree, fact: StepFact, action: Action) -> bool:
     if action.name.endswith("restart") and (
         sum(_is_newer(each, fact) for each in tree.facts) >= KEPT - 1  # so many are kept
         or fact.bad  # the restart goes back to an older step, and its save abandons this one
-        or fact.state == "blemished"
+        or fact.state in ("blemished", "forged")
     ):
         return True
     match action.deletes:
         case "repair":
-            return fact.ours and fact.bad
+            return fact.ours and (fact.bad or fact.state == "forged")
         case "prune":
             unread = "--unread" in action.arguments  # the user asked that nothing is read to find the newest good one
             passing = (each for each in tree.facts if _is_newer(each, fact) and (_passes(each) or unread))
@@ -189,7 +189,7 @@ def _is_newer(fact: StepFact, than: StepFact) -> bool:
 
 def _passes(fact: StepFact) -> bool:
     """Whether nothing of it can be found to be wrong."""
-    return fact.state in ("good", "blemished", "undetectable") and not fact.abandoned
+    return fact.state in ("good", "blemished", "undetectable", "forged") and not fact.abandoned
 
 
 def _good_of_run(fact: StepFact) -> bool:
@@ -222,7 +222,9 @@ def _false_corrupt(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Fai
 
 
 def _may_be_corrupt(fact: StepFact) -> bool:
-    return fact.bad or fact.state in ("undetectable", "unfinished") or (fact.ours and fact.state == "blemished")
+    return (
+        fact.bad or fact.state in ("undetectable", "unfinished", "forged") or (fact.ours and fact.state == "blemished")
+    )
 
 
 def _false_good(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:

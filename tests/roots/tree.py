@@ -16,7 +16,7 @@ from ckptkit.testing.damage import DamageKind, inflict
 from tests.roots.catalog import KINDS, STEPS, SavedRuns
 from tests.roots.media import LinkedCopies
 
-StepState = Literal["good", "blemished", "unproven", "damaged", "undetectable", "unfinished"]
+StepState = Literal["good", "blemished", "unproven", "damaged", "undetectable", "unfinished", "forged"]
 ROOT: Final = "run"  # the root's name in the home directory
 
 
@@ -27,7 +27,7 @@ class StepFact:
     `state`: `good`: stock Orbax restores it bit for bit. `blemished`: restored too, and a file other than the arrays
     is damaged. `unproven`: restored too, and checksums that ckptkit wrote are damaged or missing. `damaged`: bytes of
     the values were changed or are missing. `undetectable`: the same, and nothing has a checksum of them. `unfinished`:
-    never committed.
+    never committed. `forged`: a record has a name that no writer writes; a command may see it, or have no use for it.
     `in_arrays`: the damage is in what the values of arrays need. `of_run`: a step of the root's own run, in the root.
     `held`: pinned or leased. `abandoned`: a rollback began from an older step.
     """

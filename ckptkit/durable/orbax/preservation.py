@@ -20,7 +20,7 @@ class BranchPreservation:
 
     def __init__(self, options: ocp.CheckpointManagerOptions, order: Callable[[int], Any]):
         self._order = order
-        self._policy: Any = options.preservation_policy or _default_policy(options)
+        self._policy: Any = _with_nan_last(options.preservation_policy or _default_policy(options))
         self._keeps_newest = options.best_fn is not None and options.preservation_policy is None
 
     def doomed(self, checkpoints: Sequence[Any], abandoned: Collection[int]) -> list[int]:
@@ -32,6 +32,28 @@ class BranchPreservation:
             chosen[-1] = True
         kept = {checkpoint.step for checkpoint, keep in zip(branch, chosen, strict=True) if keep}
         return [each.step for each in checkpoints if each.step not in kept]
+
+
+def by_metrics(best_fn: Callable[[Any], Any], *, minimum: bool) -> Callable[[Any], Any]:
+    """The sort key of metrics, for a sort that is reversed where the `minimum` is best: the best is last. NaN is worse
+    than every number: Python's order of it depends on the order in which it was saved."""
+
+    def key(metrics: Any) -> tuple[bool, Any]:
+        value = best_fn(metrics)
+        is_nan = bool(value != value)
+        return is_nan == minimum, 0 if is_nan else value
+
+    return key
+
+
+def _with_nan_last(policy: Any) -> Any:
+    """A policy of Orbax's whose order of metrics, if it has one, is that of `by_metrics`."""
+    if type(policy) is policies.preservation_policy.AnyPreservationPolicy:
+        return dataclasses.replace(policy, policies=[_with_nan_last(each) for each in policy.policies])
+    if type(policy) is policies.preservation_policy.BestN:
+        key = by_metrics(policy.get_metric_fn, minimum=policy.reverse)
+        return dataclasses.replace(policy, get_metric_fn=key)  # pyright: ignore[reportArgumentType]
+    return policy
 
 
 def prunes(options: ocp.CheckpointManagerOptions) -> bool:
