@@ -174,9 +174,9 @@ def _leased(plan: CopyPlan, timeout_s: float, notes: list[str]) -> Iterator[froz
 
 def _drop_leftovers(step: CopyStep, root: Store, timeout_s: float) -> None:
     """Deletes what a copy that was killed after its commit has left of itself: a lock, or its journal, intent and
-    claim. Of a process that makes the step now nothing is deleted."""
+    claim. Where another process makes the step now, these are not touched. Raises `StoreError`."""
     name = step.target.rpartition("/")[2]
-    with suppress(CheckpointError):
+    try:
         if root.properties.atomic_rename:
             if os.path.lexists(f"{root.url}/{_lock_name(name)}"):
                 with alone_at(Path(root.url), _lock_name(name), step.target):
@@ -187,6 +187,10 @@ def _drop_leftovers(step: CopyStep, root: Store, timeout_s: float) -> None:
         if left or root.stat(f"{paths.LEASES_DIR}/{paths.claim_name(name)}") is not None:
             with WriterClaim(root, name):
                 root.delete_many(left)
+    except StoreError:
+        raise
+    except CheckpointError:  # another process works there
+        return
 
 
 def _intents_of_copies(root: Store, name: str) -> list[str]:
