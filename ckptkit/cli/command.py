@@ -51,6 +51,7 @@ _ALL = {
     "certify": ("Plan", "guard.certify_command", "Replay steps, and compare the saves with the replay."),
 }
 
+_ALIASES = {"ls": "steps"}
 _HERE = Path(ckptkit.__file__).parent
 # Without those of optional packages that are not installed.
 _COMMANDS = {name: row for name, row in _ALL.items() if _HERE.joinpath(*row[1].split(".")).with_suffix(".py").is_file()}
@@ -117,12 +118,12 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = str(args[0])
+        name = _ALIASES.get(args[0], str(args[0]))
         if name not in _COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
             near = difflib.get_close_matches(name, _COMMANDS, n=3)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             ctx.fail(f"No such command {name!r}.{hint}")
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, [name, *args[1:]])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx

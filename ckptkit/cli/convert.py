@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import PurePath
 from typing import Any, get_args
 
 import click
@@ -36,7 +37,10 @@ from ckptkit.model.quantization import LeafError
 
 _ERRORS_SHOWN = 10  # of the leaves that are quantised
 
-TO = click.option("--to", type=click.Choice(get_args(TargetFormat)), required=True, help="Format of DST.")
+_FORMAT_OF = {".safetensors": "safetensors", ".npz": "npz", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+TO = click.option(
+    "--to", type=click.Choice(get_args(TargetFormat)), help="Format of DST [default: by its suffix, as .safetensors]."
+)
 SHARD_SIZE = size("--shard-size", "shard_bytes", default=SHARD_BYTES, help="Of each file of hf.")
 
 
@@ -220,6 +224,8 @@ def _write(
     memory_bytes: int,
     timeout_s: float,
 ) -> int:
+    if to is None and (to := _FORMAT_OF.get(PurePath(target).suffix)) is None:
+        raise click.UsageError(f"--to is missing: its value is one of {', '.join(get_args(TargetFormat))}")
     keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
     errors: Mapping[str, LeafError | None] = {}

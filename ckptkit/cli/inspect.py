@@ -23,6 +23,7 @@ from ckptkit.cli.text import (
     short_json,
     size_text,
 )
+from ckptkit.durable.lifecycle.listing import step_in
 from ckptkit.errors import StepNotFoundError, with_damage
 from ckptkit.formats import inspect as inspect_path
 from ckptkit.inspection import Inspection, Item, totals
@@ -39,6 +40,7 @@ _RECORDS = {"ckptkit.guard/1": ("guard", "ckptkit.guard.record")}
 
 @click.command()
 @click.argument("path")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="The step N of a root [default: its newest].")
 @JSON
 @click.option("--depth", type=click.IntRange(min=1), help="Group leaves by the first N parts of their names.")
 @click.option("--match", "pattern", metavar="GLOB", help="Only leaves whose name, or item:name, matches.")
@@ -54,6 +56,7 @@ _RECORDS = {"ckptkit.guard/1": ("guard", "ckptkit.guard.record")}
 @TIMEOUT
 def inspect(
     path: str,
+    step: int | None,
     as_json: bool,
     depth: int | None,
     pattern: str | None,
@@ -74,7 +77,8 @@ def inspect(
     if mesh is not None and not sharding:
         raise click.UsageError("--mesh belongs to --sharding")
     with collection_paused():  # a collection looks at every leaf, and frees none
-        found = inspect_path(path, timeout_s=timeout_s)
+        chosen = path if step is None else step_in(path, step, timeout_s=timeout_s)
+        found = inspect_path(chosen, timeout_s=timeout_s)
         with with_damage(found.problems):  # a leaf may be missing for that
             found = matching(found, pattern, sort)
             if sharding:

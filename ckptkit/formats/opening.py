@@ -6,7 +6,7 @@ import stat
 from dataclasses import replace
 
 from ckptkit.durable.lifecycle.classify import content_of
-from ckptkit.durable.lifecycle.places import Place, local_kind, nothing_at
+from ckptkit.durable.lifecycle.places import Place, local_kind, nothing_at, nothing_there
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.msgpack import open_msgpack
 from ckptkit.formats.npz import open_npz
@@ -44,7 +44,7 @@ def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
     if _is_file(url, timeout_s):
         return _open_file(url, timeout_s)
     if properties_of(url).file_system and local_kind(url) is None:
-        raise nothing_at(url, "there is no such file or directory; check the path")
+        raise nothing_there(url, "there is no such file or directory; check the path")
     place = Place.open(url, timeout_s=timeout_s)
     if _is_model_directory(place):
         return open_sharded(place)

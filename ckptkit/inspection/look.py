@@ -22,6 +22,7 @@ from ckptkit.durable.lifecycle.places import (
     json_value,
     local_kind,
     nothing_at,
+    nothing_there,
     readable,
     step_items,
 )
@@ -56,14 +57,14 @@ def inspect(path: str, *, timeout_s: float = 20.0, passes_over: bool = True) -> 
     if properties_of(url).file_system:
         kind = local_kind(url)
         if kind is None:
-            raise nothing_at(url, "there is no such file or directory; check the path")
+            raise nothing_there(url, "there is no such file or directory; check the path")
         if kind != stat.S_IFDIR:
             return _manifest_file(Path(url))
     place = Place.open(url, timeout_s=timeout_s)
     names = place.names()
     if not names:
         on_disk = place.store.properties.file_system
-        raise nothing_at(url, "it is empty" if on_disk else "there is nothing; check bucket and prefix")
+        raise nothing_there(url, "it is empty" if on_disk else "there is nothing; check bucket and prefix")
     if is_slot_directory(names):
         return _slot_directory(Path(url))
     if item_kind(place) is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
-from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind, no_directory, nothing_at
+from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind, no_directory, nothing_at, nothing_there
 from ckptkit.durable.lifecycle.step_records import read_sidecars, sidecar_processes
 from ckptkit.errors import StepNotFoundError, StoreError, with_damage
 from ckptkit.model import paths
@@ -72,7 +72,7 @@ def _of_durable(
     names = place.names()
     if not names:
         on_disk = place.store.properties.file_system
-        raise nothing_at(place.url, "it is empty" if on_disk else "there is nothing; check the path")
+        raise nothing_there(place.url, "it is empty" if on_disk else "there is nothing; check the path")
     if item_kind(place) is not None or paths.STEP_METADATA in names or COMMIT_MARK in names:
         return _of_step(place, step, limits, timeout_s)
     ancestry, problems = read_ancestry(place)

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,38 @@ def test_largest_groups_of_reads_come_first(ckpt: Run, ours: Ours) -> None:
     lines = ckpt("plan-restore", ours.root, "--depth", 1, "--top", 1).out.splitlines()
     assert lines[-3].split() == ["group", "tier", "reads", "bytes"]
     assert lines[-1].startswith("... and ")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert", "diff"])
+def test_step_that_is_not_there_is_answered_by_those_that_are(ckpt: Run, ours: Ours, command: str) -> None:
+    """A person who mistypes a number had to ask again what there is."""
+    path = ours.root / "250"
+    more = {"convert": ["x.npz"], "diff": [ours.root / "4"]}.get(command, [])
+    said = ckpt(command, path, *more)
+    assert said.code == 10
+    assert re.search(f"no such .*The steps in {ours.root} are 8, 4$", said.err, re.M), said.err
+
+
+def test_step_of_a_root_is_inspected_by_its_number(ckpt: Run, ours: Ours) -> None:
+    """`verify` and `plan-restore` have the option, `inspect` refused it."""
+    by_path = ckpt("inspect", ours.root / "4", "--json")
+    assert ckpt("inspect", ours.root, "--step", 4, "--json").out == by_path.out
+    said = ckpt("inspect", ours.root, "--step", 250)
+    assert (said.code, "it has no step 250; its steps are 8, 4" in said.err) == (10, True), said.err
+
+
+def test_ls_is_steps(ckpt: Run, ours: Ours) -> None:
+    """The first word that a person tries."""
+    assert ckpt("ls", ours.root, "--json").out == ckpt("steps", ours.root, "--json").out
+    assert ckpt("ls").code == 2
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.npz", "m.pt"])
+def test_suffix_of_the_target_is_its_format(ckpt: Run, ours: Ours, tmp_path: Path, name: str) -> None:
+    """`convert run/200 model.safetensors` asked for the format that it had just been told."""
+    assert ckpt("convert", ours.root / "4", tmp_path / name).code == 0
+    to = {"m.safetensors": "safetensors", "m.npz": "npz", "m.pt": "torch"}[name]
+    assert ckpt("convert", ours.root / "4", tmp_path / "other", "--to", to).code == 0
+    assert (tmp_path / name).read_bytes() == (tmp_path / "other").read_bytes()
+    said = ckpt("convert", ours.root / "4", tmp_path / "no-suffix")
+    assert (said.code, "--to is missing: its value is one of orbax, " in said.err) == (2, True)

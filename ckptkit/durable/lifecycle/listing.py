@@ -215,6 +215,20 @@ def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> S
     return {step: committed.get(step) for step in sorted({*committed, *(trusted & set(named))})}
 
 
+def step_in(root: str, step: int, *, timeout_s: float = _TIMEOUT_S) -> str:
+    """The directory of a step of a root: the committed one where several have its number. Cost: as `read_root`.
+
+    Raises `StepNotFoundError` where it has none, with the steps that it has.
+    """
+    place = Place.open(root_url(root), timeout_s=timeout_s)
+    steps = read_root(place, read_ancestry(place)[0]).steps
+    found = sorted((each for each in steps if each.step == step), key=lambda each: each.state != "committed")
+    if not found:
+        there = first_of(sorted({each.step for each in steps}, reverse=True), _NAMES_MAX) or "none"
+        raise nothing_at(place.url, f"it has no step {step}; its steps are {there}")
+    return found[0].place.url
+
+
 def latest_step(root: str) -> int | None:
     """The step of the newest save in a durable root, which a restart without fast tiers would take; None without one.
 

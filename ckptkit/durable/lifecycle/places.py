@@ -30,12 +30,13 @@ from ckptkit.model.manifest import MANIFEST_BYTES_MAX
 from ckptkit.store import Store, open_store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.base import StoreOperation, T, WrapperStore
-from ckptkit.util.words import command_line
+from ckptkit.util.words import command_line, first_of
 
 _REASON_CHARS = 200  # of a library's own words in a message
 _LEVELS = 4  # above a path that are looked at: a step, its item, a process's part of it, and the data in that
 _SLOT_LOOKS = 4  # directories of a job, and of a host, that are looked into
 _ABOVE_S = 20.0
+_STEPS_SHOWN = 8  # of those beside a path that does not exist
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
@@ -210,10 +211,29 @@ def nothing_at(url: str, why: str) -> StepNotFoundError:
     return StepNotFoundError(f"{url}: {why}", path=url)
 
 
+def nothing_there(url: str, why: str) -> StepNotFoundError:
+    """The error for a path that does not exist. Where it has the name of a step, it names the steps that do exist.
+
+    Cost then: a listing of the directory above.
+    """
+    above, _, name = url.rpartition("/")
+    if paths.step_of_name(name) is not None:
+        beside: list[str] = []
+        with suppress(CheckpointError, OSError):
+            beside = Place.open(above, timeout_s=_ABOVE_S).directories()
+        steps = [each for each in beside if paths.step_of_name(each, temporary=False) is not None]
+        if steps:
+            steps.sort(key=lambda each: (paths.step_of_name(each) or 0, each), reverse=True)
+            why = f"{why}. The steps in {above} are {first_of(steps, _STEPS_SHOWN)}"
+    return nothing_at(url, why)
+
+
 def no_directory(url: str, why: str) -> StepNotFoundError:
     """The error for a path that must be a directory. For a file, the error reports that instead of `why`."""
     is_file = properties_of(url).file_system and local_kind(url) == stat.S_IFREG
-    return nothing_at(url, "it is a file, and a directory with steps is expected" if is_file else why)
+    if is_file:
+        return nothing_at(url, "it is a file, and a directory with steps is expected")
+    return nothing_there(url, why)
 
 
 PlaceKind = Literal["step", "item", "slots", "tier", "record"]
