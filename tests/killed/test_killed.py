@@ -44,7 +44,7 @@ def assert_nothing_is_found(home: Path, medium: str, names: Sequence[str]) -> No
 
 @pytest.mark.parametrize("medium", MEDIA)
 def test_killed_command_is_completed_by_itself_and_harms_no_other(tmp_path: Path, medium: str) -> None:
-    """What a killed command leaves could refuse the next one for ever, or look like damage."""
+    """The leftovers of a killed command could refuse the next one always, or look like damage."""
     assert_nothing_is_found(tmp_path, medium, SHORT[medium])
 
 

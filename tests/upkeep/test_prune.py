@@ -416,7 +416,7 @@ def test_damaged_records_do_not_stop_commands_or_pruning(tmp_path: Path, capsys:
 def test_deletion_of_a_dead_process_is_ended_and_one_in_progress_is_not(
     where: str, server: BucketServer, tmp_path: Path
 ) -> None:
-    """Half of a step would stay for ever; or a step would be lost that another command is about to give back."""
+    """Half of a step would never be removed; or a step would be lost that another command is about to give back."""
     root = "gs://runs/cut" if where == "bucket" else str(tmp_path / "run")
     make_root(root, (1, 2))
     store = open_store(root)
