@@ -174,6 +174,7 @@ _FORMATS: Final = {"npz": _npz, "safetensors": _safetensors, "hugging-face": _hu
 def _in_file(form: str, tree: Tree) -> None:
     tree.run(OURS)
     tree.subject = _FORMATS[form](tree, list(NAMES.values()))
+    tree.records_damaged = True
 
 
 for _record, _name in product((*_IN_STEP, *_OF_ROOT), NAMES):

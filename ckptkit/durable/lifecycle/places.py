@@ -36,7 +36,7 @@ _REASON_CHARS = 200  # of a library's own words in a message
 _LEVELS = 4  # above a path that are looked at: a step, its item, a process's part of it, and the data in that
 _SLOT_LOOKS = 4  # directories of a job, and of a host, that are looked into
 _ABOVE_S = 20.0
-_STEPS_SHOWN = 8  # of those beside a path that does not exist
+_STEPS_SHOWN = 8  # next to a path that does not exist
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
