@@ -68,6 +68,10 @@ class ProgramChangedError(CheckpointError):
     """A program that was loaded from a cache is not the one that its function gives now (`ckptkit.resume.compiled`)."""
 
 
+class MemoryBudgetError(CheckpointError, ValueError):
+    """A chunk that is read whole needs more memory than the caller allows. The message has the least budget."""
+
+
 class UnsuitedSaveError(CorruptCheckpointError):
     """The save is not damaged, and cannot give what was asked for in this form, or to this number of processes."""
 

@@ -14,6 +14,7 @@ from ckptkit.cli.text import printable
 from ckptkit.errors import (
     CheckpointError,
     CorruptCheckpointError,
+    MemoryBudgetError,
     NoRestorableStepError,
     ReplicaMismatchError,
     StepNotFoundError,
@@ -68,6 +69,8 @@ def _exit_of(error: BaseException) -> Exit:
         return _said(f"corrupt: {error}", Exit.CORRUPT)
     if isinstance(error, TreeMismatchError):
         return _said(error, Exit.TREE_MISMATCH)
+    if isinstance(error, MemoryBudgetError):
+        return _said(error, Exit.USAGE)
     if isinstance(error, RecursionError):
         return _said("corrupt: a JSON item is nested too deeply to be read", Exit.CORRUPT)
     if isinstance(error, CheckpointError):

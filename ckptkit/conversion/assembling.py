@@ -102,7 +102,7 @@ def averaged(sources: Sequence[Checkpoint], *, memory_bytes: int = MEMORY_BYTES)
     made = {}
     for name, tensor in first[1].items():
         several = [tensor, *(tensors[name] for _, tensors in others)]
-        mean = Tensor(item=tensor.item, leaf=tensor.leaf, fetch=partial(_mean, several))
+        mean = Tensor(item=tensor.item, leaf=tensor.leaf, fetch=partial(_mean, several), sources=tuple(several))
         made[name] = mean if is_floating(tensor) else tensor
     return _checkpoint(sources, made)
 

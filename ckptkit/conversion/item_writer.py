@@ -14,7 +14,7 @@ import numpy as np
 from ckptkit.conversion.destination import Destination
 from ckptkit.conversion.journal import LOCK_SUFFIX, Noted, data_prefix
 from ckptkit.conversion.mapping import Tensors
-from ckptkit.conversion.passes import BytesProgress, block_shape, counted, pieces_of, read_ahead
+from ckptkit.conversion.passes import BytesProgress, block_shape, counted, read_ahead
 from ckptkit.durable.cells.writer import CellStream, can_hold
 from ckptkit.durable.orbax.files import process_files, tree_files
 from ckptkit.durable.orbax.host_shards import HostShards, shards_of
@@ -22,7 +22,7 @@ from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import CELL_SHARE, Tensor, block_bytes
 from ckptkit.model import paths
-from ckptkit.model.boxes import Box, blocks_of, boxes_of_cells, cell_shape, cells_of
+from ckptkit.model.boxes import Box, blocks_of, boxes_of_cells, cell_shape, cells_of, pieces_of
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.restore.tree import put_at
@@ -220,7 +220,7 @@ def works_of(
     tensor: Tensor, record: LeafRecord, *, memory_bytes: int, block: tuple[int, ...] | None = None
 ) -> list[Work]:
     """The blocks in which a tensor becomes the cells of `record`; `block` where their shape is known already."""
-    size = record.itemsize
+    size = tensor.widest_bytes
     source = tuple(max(1, rows) for rows in tensor.leaf.cell) if tensor.leaf.cell else (1,) * len(record.shape)
     budget, handy = memory_bytes // CELL_SHARE // size, block_bytes(memory_bytes) // size
     if block is None:

@@ -6,7 +6,7 @@ Nothing is computed when rules are applied: a mapped tensor reads the boxes of i
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -178,7 +178,7 @@ def cast(tensors: Tensors, casts: Iterable[tuple[str, str]], *, advice: str = ""
             real = tensor.dtype.kind != "c"  # a cast would drop the imaginary part
             if is_floating(tensor) and real:
                 leaf = replace(tensor.leaf, dtype=dtype.name)
-                made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=Cast(tensor, dtype))
+                made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=Cast(tensor, dtype), sources=(tensor,))
     scaled = [text for name in made if isinstance(made[name].fetch, Cast) and (text := scaled_text(name, tensors))]
     if scaled:
         raise CheckpointError(f"--dtype: {first_of(scaled, 5)}. A cast would leave out the scales. {advice}".rstrip())
@@ -221,9 +221,23 @@ def _changed(rule: MapRule, sources: Sequence[Tensor], index: int, name: str) ->
         raise CheckpointError(f"the rule for {name} does not fit {rule.old[0]}, {sources[0].shape}: {why}") from error
 
 
-def _of(source: Tensor, shape: Sequence[int], fetch: Callable[[Box], np.ndarray]) -> Tensor:
-    leaf = LeafInfo(path=source.leaf.path, kind="tensor", dtype=source.leaf.dtype, shape=tuple(shape))
-    return Tensor(item=source.item, leaf=leaf, fetch=fetch)
+def _of(
+    sources: Sequence[Tensor],
+    shape: Sequence[int],
+    fetch: Callable[[Box], np.ndarray],
+    cell: Sequence[int] | None = None,
+) -> Tensor:
+    """A tensor computed from `sources`, each of the same shape and dtype. `cell`: the box that one chunk of a source
+    becomes, where it is a box."""
+    first = sources[0]
+    leaf = LeafInfo(
+        path=first.leaf.path,
+        kind="tensor",
+        dtype=first.leaf.dtype,
+        shape=tuple(shape),
+        cell=None if cell is None else tuple(cell),
+    )
+    return Tensor(item=first.item, leaf=leaf, fetch=fetch, sources=tuple(sources))
 
 
 def _split(source: Tensor, axis: int, index: int, count: int) -> Tensor:
@@ -234,7 +248,8 @@ def _split(source: Tensor, axis: int, index: int, count: int) -> Tensor:
         wanted = Box(_put(box.start, axis, index), _put(box.stop, axis, index + 1))
         return source.read(wanted).reshape(box.shape)
 
-    return _of(source, _without(source.shape, axis), fetch)
+    cell = source.leaf.cell
+    return _of([source], _without(source.shape, axis), fetch, cell and _without(cell, axis))
 
 
 def _stacked(sources: Sequence[Tensor], axis: int) -> Tensor:
@@ -246,9 +261,13 @@ def _stacked(sources: Sequence[Tensor], axis: int) -> Tensor:
 
     def fetch(box: Box) -> np.ndarray:
         inner = Box(_without(box.start, axis), _without(box.stop, axis))
-        return np.stack([sources[at].read(inner) for at in range(box.start[axis], box.stop[axis])], axis)
+        made = np.empty(box.shape, first.dtype)
+        for row, at in enumerate(range(box.start[axis], box.stop[axis])):
+            made[(*[slice(None)] * axis, row)] = sources[at].read(inner)
+        return made
 
-    return _of(first, _put(first.shape, axis, len(sources)), fetch)
+    cell = first.leaf.cell
+    return _of(sources, _put(first.shape, axis, len(sources)), fetch, cell and _put(cell, axis, 1))
 
 
 def _transposed(source: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -260,24 +279,44 @@ def _transposed(source: Tensor, axes: tuple[int, ...]) -> Tensor:
         wanted = Box(tuple(box.start[at] for at in back), tuple(box.stop[at] for at in back))
         return source.read(wanted).transpose(axes)
 
-    return _of(source, [source.shape[axis] for axis in axes], fetch)
+    cell = source.leaf.cell
+    return _of([source], [source.shape[at] for at in axes], fetch, cell and [cell[at] for at in axes])
 
 
 def _merged(source: Tensor, axis: int) -> Tensor:
-    """Axes `axis` and `axis + 1` as one: the rows that a box touches are read whole, and cut."""
+    """Axes `axis` and `axis + 1` as one. Of a row that a box only touches, no more than that is read."""
     inner = source.shape[axis + 1]
 
     def fetch(box: Box) -> np.ndarray:
-        low, high = box.start[axis] // max(1, inner), -(-box.stop[axis] // max(1, inner))
-        wanted = Box(
-            (*box.start[:axis], low, 0, *box.start[axis + 1 :]), (*box.stop[:axis], high, inner, *box.stop[axis + 1 :])
-        )
-        found = source.read(wanted)
-        rows = found.reshape((*found.shape[:axis], (high - low) * inner, *found.shape[axis + 2 :]))
-        cut = slice(box.start[axis] - low * inner, box.stop[axis] - low * inner)
-        return rows[(*[slice(None)] * axis, cut)]
+        made = np.empty(box.shape, source.dtype)
+        for low, high, start, stop in _rows(box.start[axis], box.stop[axis], inner):
+            wanted = Box(
+                (*box.start[:axis], low, start, *box.start[axis + 1 :]),
+                (*box.stop[:axis], high, stop, *box.stop[axis + 1 :]),
+            )
+            begin, elements = low * inner + start - box.start[axis], (high - low) * (stop - start)
+            of_box = (*[slice(None)] * axis, slice(begin, begin + elements))
+            part = source.read(wanted)
+            made[of_box] = part.reshape((*part.shape[:axis], elements, *part.shape[axis + 2 :]))
+        return made
 
-    return _of(source, (*source.shape[:axis], source.shape[axis] * inner, *source.shape[axis + 2 :]), fetch)
+    shape = (*source.shape[:axis], source.shape[axis] * inner, *source.shape[axis + 2 :])
+    cell = source.leaf.cell
+    whole_rows = cell is not None and cell[axis + 1] >= inner
+    return _of(
+        [source], shape, fetch, (*cell[:axis], cell[axis] * inner, *cell[axis + 2 :]) if cell and whole_rows else None
+    )
+
+
+def _rows(start: int, stop: int, inner: int) -> Iterator[tuple[int, int, int, int]]:
+    """The elements from `start` to `stop` of rows of `inner`, as rows and a part of each: the end of one row, whole
+    rows, and the begin of one."""
+    while start < stop:
+        row, at = divmod(start, inner)
+        rows = 0 if at else (stop - start) // inner
+        end = inner if rows else min(inner, at + stop - start)
+        yield row, row + max(1, rows), at, end
+        start += max(1, rows) * (end - at)
 
 
 def _divided(source: Tensor, axis: int, inner: int) -> Tensor:
@@ -286,17 +325,28 @@ def _divided(source: Tensor, axis: int, inner: int) -> Tensor:
         raise ValueError(f"axis {axis} has {source.shape[axis]}, which {inner} does not divide")
 
     def fetch(box: Box) -> np.ndarray:
-        low, high = box.start[axis], box.stop[axis]
-        wanted = Box(
-            (*box.start[:axis], low * inner, *box.start[axis + 2 :]),
-            (*box.stop[:axis], high * inner, *box.stop[axis + 2 :]),
-        )
-        found = source.read(wanted)
-        rows = found.reshape((*found.shape[:axis], high - low, inner, *found.shape[axis + 1 :]))
-        return rows[(*[slice(None)] * (axis + 1), slice(box.start[axis + 1], box.stop[axis + 1]))]
+        made = np.empty(box.shape, source.dtype)
+        low, high = box.start[axis + 1], box.stop[axis + 1]
+        at_once = box.shape[axis] if high - low == inner else 1  # rows: of parts of them one
+        for row in range(box.start[axis], box.stop[axis], max(1, at_once)):
+            wanted = Box(
+                (*box.start[:axis], row * inner + low, *box.start[axis + 2 :]),
+                (*box.stop[:axis], (row + at_once - 1) * inner + high, *box.stop[axis + 2 :]),
+            )
+            of_box = (*[slice(None)] * axis, slice(row - box.start[axis], row - box.start[axis] + at_once))
+            part = source.read(wanted)
+            made[of_box] = part.reshape((*part.shape[:axis], at_once, high - low, *part.shape[axis + 1 :]))
+        return made
 
     outer = source.shape[axis] // inner
-    return _of(source, (*source.shape[:axis], outer, inner, *source.shape[axis + 1 :]), fetch)
+    cell = source.leaf.cell
+    whole_rows = cell is not None and cell[axis] % inner == 0
+    return _of(
+        [source],
+        (*source.shape[:axis], outer, inner, *source.shape[axis + 1 :]),
+        fetch,
+        (*cell[:axis], cell[axis] // inner, inner, *cell[axis + 1 :]) if cell and whole_rows else None,
+    )
 
 
 def add_into(total: np.ndarray, found: np.ndarray) -> None:

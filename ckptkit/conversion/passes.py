@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import TypeVar
 
-from ckptkit.model.boxes import Box
-
 _Job = TypeVar("_Job")
 Data = TypeVar("Data")
 BytesProgress = Callable[[int, int], None]  # bytes that this process has written, of how many
@@ -79,32 +77,28 @@ def reads(shape: Sequence[int], source: Sequence[int], block: Sequence[int]) -> 
     return math.prod(_along(*each) for each in zip(shape, source, block, strict=True))
 
 
-def pieces_of(block: Box, source: Sequence[int], limit: int) -> Iterator[Box]:
-    """`block` in pieces, each of which touches source chunks of at most `limit` elements together, or one chunk.
-
-    Pieces end where source chunks do, so no chunk is read for two of them.
-    """
-    grown = [max(1, rows) for rows in source]
-    touched = [-(-b // s) - a // s for a, b, s in zip(block.start, block.stop, grown, strict=True)]
-    counts = [1] * len(grown)
-    for axis in reversed(range(len(grown))):
-        counts[axis] = max(1, min(touched[axis], limit // max(1, math.prod(grown) * math.prod(counts))))
-        if counts[axis] < touched[axis]:
-            break
-    cuts = []
-    for a, b, rows, count in zip(block.start, block.stop, grown, counts, strict=True):
-        step = rows * count
-        inner = range((a // rows) * rows + step, b, step)
-        cuts.append(list(itertools.pairwise([a, *inner, b])))
-    for spans in itertools.product(*cuts):
-        yield Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
-
-
 @lru_cache(maxsize=4096)
 def _along(size: int, step: int, rows: int) -> int:
     if rows >= size:
         return -(-size // step) * step
-    return step * sum(-(-min(low + rows, size) // step) - low // step for low in range(0, size, rows))
+    count = -(-size // rows)  # of blocks, which may be 2^60: never counted one by one
+    begun = _floors(count, rows, step, 0)  # chunks before the begin of each block
+    ended = _floors(count, rows, step, step - 1) - (step - 1) // step + -(-size // step)  # up to the end of each
+    return step * (ended - begun)
+
+
+def _floors(count: int, by: int, step: int, more: int) -> int:
+    """The sum of `(by * k + more) // step` over `k` below `count`, as fast as Euclid finds a common divisor."""
+    total = 0
+    while count > 0:
+        total += count * (count - 1) // 2 * (by // step) + count * (more // step)
+        by, more = by % step, more % step
+        top = by * count + more
+        if top < step:
+            break
+        # The lattice points below a line, counted by columns, are those below it counted by rows.
+        count, by, step, more = top // step, step, by, top % step
+    return total
 
 
 def _sizes(size: int, source: int, target: int) -> list[int]:

@@ -187,11 +187,18 @@ def quantized(
         if (other := scale_of(name, tensors) or scale) in tensors:
             raise CheckpointError(f"{other} exists already: is {name} quantised? Give --quantize none first")
         weight = weights[name] = Weight(tensor, dtype, _block(name, tensor, wanted), memory_bytes, kept)
-        made[name] = replace(tensor, leaf=replace(tensor.leaf, dtype=dtype.name), fetch=weight.values, spans=())
+        made[name] = replace(
+            tensor,
+            leaf=replace(tensor.leaf, dtype=dtype.name),
+            fetch=weight.values,
+            spans=(),
+            stored=None,
+            sources=(tensor,),
+        )
         leaf = LeafInfo(
             path=_scale_path(name, tensor), kind=tensor.leaf.kind, dtype="float32", shape=weight.scales_shape
         )
-        made[scale] = Tensor(item=tensor.item, leaf=leaf, fetch=weight.scales)
+        made[scale] = Tensor(item=tensor.item, leaf=leaf, fetch=weight.scales, sources=(tensor,))
     return made, weights
 
 
@@ -218,7 +225,9 @@ def dequantized(
             scales = tensors[pairs[name]]
             block = block_of(name, tensor, pairs[name], scales, blocks, where)
             fetch = partial(_restored, tensor, per_block(scales, len(block)), block)
-            made[name] = Tensor(item=tensor.item, leaf=replace(tensor.leaf, dtype="float32"), fetch=fetch)
+            made[name] = Tensor(
+                item=tensor.item, leaf=replace(tensor.leaf, dtype="float32"), fetch=fetch, sources=(tensor, scales)
+            )
         elif name not in left_out:
             made[name] = tensor
     return made

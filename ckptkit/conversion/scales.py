@@ -131,4 +131,6 @@ def per_block(scales: Tensor, ndim: int) -> Tensor:
         return scales
     shape = (1,) * ndim
     leaf = replace(scales.leaf, shape=shape, cell=None)
-    return Tensor(item=scales.item, leaf=leaf, fetch=lambda box: scales.read().reshape(shape)[box.slices()])
+    return Tensor(
+        item=scales.item, leaf=leaf, fetch=lambda box: scales.read().reshape(shape)[box.slices()], sources=(scales,)
+    )

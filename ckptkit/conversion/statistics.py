@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptkit.conversion.mapping import Tensors, is_floating
 from ckptkit.formats.tensors import MEMORY_BYTES, Tensor
-from ckptkit.model.boxes import Box, cells_of
+from ckptkit.model.boxes import Box, blocks_of, cells_of
 from ckptkit.model.manifest import describe
 
 
@@ -37,19 +37,19 @@ def statistics_of(tensor: Tensor, memory_bytes: int = MEMORY_BYTES) -> Statistic
     cancel. Raises what `Tensor.read` does."""
     count, mean, spread, squares = 0, 0.0, 0.0, 0.0
     low, high, nan, inf = math.inf, -math.inf, 0, 0
-    for values in (part for box in tensor.blocks(memory_bytes) for part in _wide_parts(tensor.read(box))):
+    for values, times in _parts_of(tensor, memory_bytes):
         with np.errstate(all="ignore"):  # overflows are infinite, as in the result
             finite = np.isfinite(values)
-            nan += int(np.isnan(values).sum())
+            nan += int(np.isnan(values).sum()) * times
             values = values[finite]
-            inf += int(finite.size - values.size)
+            inf += int(finite.size - values.size) * times
             if not values.size:
                 continue
-            part_mean = float(values.mean())
-            total, delta = count + values.size, part_mean - mean
-            spread += float(np.square(values - part_mean).sum()) + delta * delta * count * values.size / total
-            mean += delta * values.size / total
-            squares += float(np.square(values).sum())
+            part_mean, size = float(values.mean()), values.size * times
+            total, delta = count + size, part_mean - mean
+            spread += float(np.square(values - part_mean).sum()) * times + delta * delta * count * size / total
+            mean += delta * size / total
+            squares += float(np.square(values).sum()) * times
             low, high, count = min(low, float(values.min())), max(high, float(values.max())), total
     return Statistics(
         minimum=low if count else None,
@@ -63,6 +63,24 @@ def statistics_of(tensor: Tensor, memory_bytes: int = MEMORY_BYTES) -> Statistic
 
 
 _PART = 1 << 20  # elements that are made wide at once
+_LISTED_FROM_BYTES = 1 << 30  # below, all of a tensor is read sooner than its chunks are listed
+
+
+def _parts_of(tensor: Tensor, memory_bytes: int) -> Iterator[tuple[np.ndarray, int]]:
+    """The elements of a tensor in float64, part by part, and how often each part occurs. Chunks that are not stored
+    have one value, and may claim 2^60 elements: one of them is read."""
+    block = tensor.block_shape(memory_bytes)
+    boxes: Iterable[Box] = blocks_of(tensor.shape, block)
+    if tensor.stored is not None and tensor.nbytes >= _LISTED_FROM_BYTES:
+        chunk, found = tensor.stored()
+        chunks = {box.start: box for box in found}
+        absent = math.prod(tensor.shape) - sum(box.size for box in chunks.values())
+        if absent:
+            boxes = (part for box in chunks.values() for part in cells_of(box, block))
+            first = next(box.start for box in blocks_of(tensor.shape, chunk) if box.start not in chunks)
+            yield from ((part, absent) for part in _wide_parts(tensor.read(Box(first, tuple(at + 1 for at in first)))))
+    for box in boxes:
+        yield from ((part, 1) for part in _wide_parts(tensor.read(box)))
 
 
 def _wide_parts(block: np.ndarray) -> Any:

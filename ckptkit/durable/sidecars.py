@@ -22,6 +22,8 @@ from ckptkit.model.manifest import Manifest, SaveId, custom_digest
 from ckptkit.util.words import first_of
 
 _JOINED_BYTES_MAX = 1 << 30  # as of one manifest
+_JOINED_TIMES_MAX = 64  # the bytes of the packed record: digests take most of it, and do not pack
+_JOINED_SMALL_BYTES = 64 << 20  # may be packed into fewer: sidecars of replicas are nearly the same
 _MARKED = re.compile(r"\(ckptkit save ((\d+ \d+ \d+(?: [0-9a-f]{16} [0-9a-f]{16})?) [0-9a-f]{32}) ([0-9a-f]{32})\)$")
 
 
@@ -66,26 +68,32 @@ def written_sidecar(read: Callable[[str], bytes], place: str, item: str, process
 
 def join_sidecars(sidecars: Iterable[bytes]) -> bytes | None:
     """The joined record of an item: its sidecars in the order of their processes, a line for each, compressed. None if
-    they have more than `_JOINED_BYTES_MAX` together: readers hold all of it."""
+    they have more bytes together than readers unpack: a reader holds all of them."""
     packer, packed, size_bytes = zlib.compressobj(1), list[bytes](), 0
     for sidecar in sidecars:
         size_bytes += len(sidecar) + 1
         if size_bytes > _JOINED_BYTES_MAX:
             return None
         packed.append(packer.compress(sidecar + b"\n"))
-    return b"".join([*packed, packer.flush()])
+    record = b"".join([*packed, packer.flush()])
+    return record if size_bytes <= _unpacked_bytes_max(record) else None
 
 
 def split_sidecars(record: bytes) -> list[bytes]:
     """The sidecars of a joined record. Raises ValueError if it is damaged; each sidecar has a digest of its own."""
     unpacker = zlib.decompressobj()
     try:
-        text = unpacker.decompress(record, _JOINED_BYTES_MAX)
+        text = unpacker.decompress(record, _unpacked_bytes_max(record))
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if not unpacker.eof:
         raise ValueError("it is cut off, or too large")
     return text.split(b"\n")[:-1]
+
+
+def _unpacked_bytes_max(record: bytes) -> int:
+    """The most bytes of sidecars in a joined record, for writers and readers: zeros pack into a thousandth."""
+    return min(_JOINED_BYTES_MAX, max(_JOINED_SMALL_BYTES, _JOINED_TIMES_MAX * len(record)))
 
 
 def has_sidecar_sign(array_metadatas: bytes) -> bool:

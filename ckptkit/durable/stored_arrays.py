@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -29,6 +30,7 @@ _ZARR_NAMES = {2: ".zarray", 3: "zarr.json"}
 _KINDS = {"jax.Array": "jax", "np.ndarray": "numpy"}
 _NOT_IN_ZARR = frozenset({"string"})  # they are together in `_strings.json`
 _READS_AT_ONCE = 1000
+_INDEX = re.compile(rb"(?<![^/.])[0-9]{1,19}(?![^/.])")  # the numbers in the key of a chunk
 
 TreeEntry = tuple[tuple[str, ...], str, bool]  # path, kind, whether zarr has it
 
@@ -293,9 +295,26 @@ class StoredArray:
     def read(self, box: Box) -> np.ndarray:
         """The elements of a box. Raises `CorruptCheckpointError` for damage, `StoreError` for what cannot be
         reached."""
+        return finished(self._array()[box.slices()].read(), self._where, self._timeouts_s[1])
+
+    def stored(self) -> tuple[tuple[int, ...], list[Box]]:
+        """The shape of a chunk, and the boxes of those that exist. Cost: a listing of them; nothing of any is read.
+        Raises as `read`."""
+        array = self._array()
+        shape, chunk = self._leaf.shape or (), array.chunk_layout.write_chunk.shape
+        found = []
+        for key in finished(array.kvstore.list(), self._where, self._timeouts_s[1]):
+            index = [int(number) for number in _INDEX.findall(key)]
+            start = tuple(at * rows for at, rows in zip(index, chunk, strict=False))
+            if len(index) == len(shape) and all(at < rows for at, rows in zip(start, shape, strict=True)):
+                stop = tuple(min(at + rows, size) for at, rows, size in zip(start, chunk, shape, strict=True))
+                found.append(Box(start, stop))
+        return tuple(chunk), found
+
+    def _array(self) -> Any:
         if self._opened is None:
             self._opened = self._open()
-        return finished(self._opened[box.slices()].read(), self._where, self._timeouts_s[1])
+        return self._opened
 
     @property
     def _where(self) -> str:

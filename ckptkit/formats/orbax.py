@@ -98,7 +98,11 @@ def _item_tensors(found: Inspection, item: Item, here: Place, context: Any, time
         limits_s = {"open_timeout_s": timeout_s, "read_timeout_s": _READ_TIMEOUT_S}
         return StoredArray(here, leaf, item.layout, context, fill_missing=fill_missing, **limits_s)
 
-    return [Tensor(item=item.name, leaf=leaf, fetch=stored(leaf).read) for leaf in leaves]
+    arrays = [(leaf, stored(leaf)) for leaf in leaves]
+    return [
+        Tensor(item=item.name, leaf=leaf, fetch=array.read, stored=array.stored if fill_missing else None)
+        for leaf, array in arrays
+    ]
 
 
 def _proven(

@@ -10,9 +10,9 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from ckptkit.errors import CheckpointError, CorruptCheckpointError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, MemoryBudgetError
 from ckptkit.inspection.records import SaveOrigin
-from ckptkit.model.boxes import Box, blocks_of, cell_shape
+from ckptkit.model.boxes import Box, blocks_of, cell_shape, pieces_of
 from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.manifest import describe
 from ckptkit.util.words import first_of
@@ -42,13 +42,17 @@ class Tensor:
     """One array of a checkpoint. Nothing of it is in memory until it is read.
 
     `fetch` reads a box and gives an array of the box's shape and the leaf's dtype. `spans` are its bytes, if it is
-    stored in one piece and uncompressed.
+    stored in one piece and uncompressed. `sources` are the tensors that it is computed from: what reading them takes
+    counts for it. `stored` gives the shape of a chunk and the boxes of those that exist, where a writer may leave out
+    those of its fill value.
     """
 
     item: str
     leaf: LeafInfo
     fetch: Callable[[Box], np.ndarray]
     spans: tuple[FileSpan, ...] = ()
+    sources: tuple[Tensor, ...] = ()
+    stored: Callable[[], tuple[tuple[int, ...], Sequence[Box]]] | None = None
 
     @property
     def name(self) -> str:
@@ -78,6 +82,17 @@ class Tensor:
         `StoreError` where they cannot be reached.
         """
         box = Box.whole(self.shape) if box is None else box
+        if self.leaf.cell is None or self.sources or not box.size:
+            return self._fetched(box)
+        pieces = list(pieces_of(box, self._cell, 2 * box.size))  # a box may touch many chunks and be small
+        if len(pieces) == 1:
+            return self._fetched(box)
+        made = np.empty(box.shape, self.dtype)
+        for piece in pieces:
+            made[piece.slices(box.start)] = self._fetched(piece)
+        return made
+
+    def _fetched(self, box: Box) -> np.ndarray:
         found = np.ascontiguousarray(self.fetch(box)).reshape(box.shape)
         if found.dtype != self.dtype:
             raise CorruptCheckpointError(f"leaf {self.name} is {found.dtype} where {self.dtype} was announced")
@@ -87,19 +102,34 @@ class Tensor:
         """Boxes in C order that together are the array, each small enough for a budget of `memory_bytes`.
 
         A box is a whole number of the chunks that are read whole, so that no byte is read twice. Raises
-        `CheckpointError` for a chunk above a quarter of the budget.
+        `MemoryBudgetError` for a chunk above a quarter of the budget.
         """
         yield from blocks_of(self.shape, self.block_shape(memory_bytes))
 
     def block_shape(self, memory_bytes: int) -> tuple[int, ...]:
         """The shape of these boxes."""
         limit = block_bytes(memory_bytes)
-        itemsize = self.dtype.itemsize
+        check_chunk(self.name, self.chunk_bytes, memory_bytes)
         if self.leaf.cell is None:
-            return cell_shape(self.shape, self.shape, itemsize, limit)
-        cell = tuple(max(1, min(a, b)) for a, b in zip(self.leaf.cell, self.shape, strict=True))
-        check_chunk(self.name, math.prod(cell) * itemsize, memory_bytes)
-        return _grown(cell, self.shape, itemsize, limit)
+            return cell_shape(self.shape, self.shape, self.widest_bytes, limit)
+        return _grown(self._cell, self.shape, self.widest_bytes, limit)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the largest chunk that is read whole for a box; 0 where none is."""
+        if self.sources:
+            return max(source.chunk_bytes for source in self.sources)
+        return 0 if self.leaf.cell is None else math.prod(self._cell) * self.dtype.itemsize
+
+    @property
+    def widest_bytes(self) -> int:
+        """Bytes of an element where it is widest: before a cast, or after it."""
+        return max([self.dtype.itemsize, *(source.widest_bytes for source in self.sources)])
+
+    @property
+    def _cell(self) -> tuple[int, ...]:
+        assert self.leaf.cell is not None
+        return tuple(max(1, min(a, b)) for a, b in zip(self.leaf.cell, self.shape, strict=True))
 
 
 @final
@@ -186,9 +216,9 @@ def left_out(what: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_chunk(name: str, chunk_bytes: int, memory_bytes: int) -> None:
-    """Raises `CheckpointError` for a chunk above a quarter of the budget: what is made of it has to fit too."""
+    """Raises `MemoryBudgetError` for a chunk above a quarter of the budget: what is made of it has to fit too."""
     if chunk_bytes > memory_bytes // CELL_SHARE:
-        raise CheckpointError(
+        raise MemoryBudgetError(
             f"leaf {name} has chunks of {chunk_bytes} bytes, which are read whole, and a quarter of the memory budget "
             f"is {memory_bytes // CELL_SHARE}; give --memory at least {chunk_bytes * CELL_SHARE} bytes"
         )

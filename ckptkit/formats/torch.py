@@ -18,11 +18,13 @@ from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_
 from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FileSpan, Tensor
 from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
 from ckptkit.model.leaf_info import LeafInfo
+from ckptkit.model.manifest import describe
 
 PICKLE = "data.pkl"
 NOTES = "ckptkit.json"  # a member with the notes of `formats.dtypes`, which torch does not look at
 _NODES_MAX = LEAVES_MAX
-_EXPANDED_BYTES_MAX = 1 << 30  # of a view that repeats its elements: a file of 1 KiB must not fill a disk
+_REPEATED_BYTES_MAX = 1 << 30  # of all views together, beyond what is stored: a file of 1 KiB must not fill a disk
+_REPEATED_TIMES_MAX = 16  # what is stored, where that is more: layers that share their weights
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -79,9 +81,22 @@ def _read(ranges: Ranges) -> tuple[list[Tensor], list[LeafInfo]]:
         raise ValueError("its bytes are in big-endian order, which is not read")
     notes = json.loads(_content(ranges, entries[f"{prefix}{NOTES}"])) if f"{prefix}{NOTES}" in entries else {}
     tensors, others = [], []
+    view_bytes, stored_bytes = (
+        0,
+        sum(each.size_bytes for each in entries.values() if each.name.startswith(f"{prefix}data/")),
+    )
+    limit_bytes = stored_bytes + max(_REPEATED_BYTES_MAX, _REPEATED_TIMES_MAX * stored_bytes)
     for path, value in _walked(unpickled(_content(ranges, entries[name]))):
         if isinstance(value, Rebuilt):
             tensors.append(_tensor(ranges, entries, prefix, path, value, notes))
+            view_bytes += tensors[-1].nbytes
+            if view_bytes > limit_bytes:
+                last = f"{tensors[-1].name} is {describe(tensors[-1].dtype.name, tensors[-1].shape)}"
+                raise UnsupportedValueError(
+                    f"{last}, and with it the tensors have {view_bytes} bytes, expanded from storages of "
+                    f"{stored_bytes} bytes to more than {limit_bytes}, which is not supported; save the tensors before "
+                    "they are expanded instead"
+                )
         elif isinstance(value, bool | int | float) and not (isinstance(value, int) and abs(value) >= 1 << 63):
             array = np.asarray(value)
             leaf = LeafInfo(path=path, kind=type(value).__name__, dtype=array.dtype.name, shape=())
@@ -135,11 +150,6 @@ def _tensor(
     elements = math.prod(shape)
     if elements and (value.offset < 0 or (last + 1) * dtype.itemsize > entry.size_bytes):
         raise ValueError(f"{name} is {dtype}{list(shape)}, and its storage has {entry.size_bytes} bytes")
-    if elements > entry.size_bytes and elements * dtype.itemsize > _EXPANDED_BYTES_MAX:
-        raise UnsupportedValueError(
-            f"{name} is {dtype}{list(shape)}, expanded from a storage of {entry.size_bytes} bytes to more than "
-            f"{_EXPANDED_BYTES_MAX}, which is not supported; save the tensor before it is expanded instead"
-        )
     start = value.offset * dtype.itemsize
     whole = not entry.compressed and strides == c_strides(shape)
     dtype, shape, key_impl = noted(dtype, shape, notes.get(name), set(TORCH.values()))

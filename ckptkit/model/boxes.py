@@ -7,17 +7,18 @@ a cell are contiguous in the bytes of its box.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from operator import ge, sub
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax  # half a second that reading metadata does not pay
 
+_TRIED_MAX = 1 << 20  # divisors: 0.05 s
 CELL_BYTES = 64 << 20  # bounded, so that copies, digests and partial reads run in parallel (DESIGN, format)
 
 
@@ -82,6 +83,27 @@ def blocks_of(shape: Sequence[int], block: Sequence[int]) -> Iterator[Box]:
             rest, at = divmod(rest, counts[axis])
             start[axis] = at * block[axis]
         yield Box(tuple(start), tuple(min(a + b, n) for a, b, n in zip(start, block, shape, strict=True)))
+
+
+def pieces_of(block: Box, source: Sequence[int], limit: int) -> Iterator[Box]:
+    """`block` in pieces, each of which touches source chunks of at most `limit` elements together, or one chunk.
+
+    Pieces end where source chunks do, so no chunk is read for two of them.
+    """
+    grown = [max(1, rows) for rows in source]
+    touched = [-(-b // s) - a // s for a, b, s in zip(block.start, block.stop, grown, strict=True)]
+    counts = [1] * len(grown)
+    for axis in reversed(range(len(grown))):
+        counts[axis] = max(1, min(touched[axis], limit // max(1, math.prod(grown) * math.prod(counts))))
+        if counts[axis] < touched[axis]:
+            break
+    cuts = []
+    for a, b, rows, count in zip(block.start, block.stop, grown, counts, strict=True):
+        step = rows * count
+        inner = range((a // rows) * rows + step, b, step)
+        cuts.append(list(itertools.pairwise([a, *inner, b])))
+    for spans in itertools.product(*cuts):
+        yield Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
 
 
 def missing_elements(wanted: Box, held: Iterable[Box]) -> int:
@@ -186,7 +208,7 @@ def rows_between_cells(box: Box, cell: Sequence[int], count: int) -> list[Box]:
     bounds = [min(box.start[axis] + cut * cell[axis], box.stop[axis]) for cut in cuts]
     return [
         Box((*box.start[:axis], low, *box.start[axis + 1 :]), (*box.stop[:axis], high, *box.stop[axis + 1 :]))
-        for low, high in pairwise(bounds)
+        for low, high in itertools.pairwise(bounds)
     ]
 
 
@@ -269,8 +291,11 @@ def _even_rows(rows: int, wanted: int) -> int:
     return below if below * 2 >= wanted else -(-rows // -(-rows // wanted))
 
 
-def _divisors(rows: int) -> list[int]:
-    return sorted({d for i in range(1, math.isqrt(rows) + 1) if rows % i == 0 for d in (i, rows // i)})
+@lru_cache(maxsize=256)
+def _divisors(rows: int) -> tuple[int, ...]:
+    """All divisors of up to 2^40 rows. Of more, which only a damaged file claims, those that are found as fast."""
+    tried = min(math.isqrt(rows), _TRIED_MAX)
+    return tuple(sorted({d for i in range(1, tried + 1) if rows % i == 0 for d in (i, rows // i)}))
 
 
 def _near_divisor(rows: int, wanted: int) -> int:

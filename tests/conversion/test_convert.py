@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ckptkit.conversion.mapping import MapRule, cast, mapped
+from ckptkit.errors import CheckpointError
 from ckptkit.formats import open_checkpoint
+from ckptkit.formats.tensors import Tensor
+from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_info import LeafInfo
 from tests.cli.conftest import Ours, Run
 from tests.formats import writers
 from tests.formats.writers import LOW, PLAIN, RARE, dtype_of, flat, same_bits, tree
@@ -156,6 +166,86 @@ def test_rules_and_casts_change_the_right_elements(ckpt: Run, tmp_path: Path) ->
         == 0
     )
     assert same_bits(read(tmp_path / "c.npz")["b0.kv"], kv)
+
+
+class _Source:
+    """A tensor in memory that notes the elements of each read."""
+
+    def __init__(self, array: np.ndarray, cell: tuple[int, ...] | None = None):
+        self.array, self.reads = array, list[int]()
+        leaf = LeafInfo(path=("w",), kind="numpy", dtype=array.dtype.name, shape=array.shape, cell=cell)
+        self.tensor = Tensor(item="", leaf=leaf, fetch=self._fetch)
+
+    def _fetch(self, box: Box) -> np.ndarray:
+        self.reads.append(box.size)
+        return self.array[box.slices()]
+
+
+RULES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], np.ndarray]]] = {
+    "merge": ({"merge": 1}, lambda w: w.reshape(4, 30, 7)),
+    "merge-first": ({"merge": 0}, lambda w: w.reshape(20, 6, 7)),
+    "divide": ({"divide": (2, 3)}, lambda w: w.reshape(4, 5, 2, 3, 7)),
+    "divide-last": ({"divide": (3, 7)}, lambda w: w.reshape(4, 5, 6, 1, 7)),
+    "transpose": ({"transpose": (3, 1, 0, 2)}, lambda w: w.transpose(3, 1, 0, 2)),
+    "all": (
+        {"divide": (2, 2), "transpose": (4, 2, 0, 3, 1), "merge": 2},
+        lambda w: w.reshape(4, 5, 3, 2, 7).transpose(4, 2, 0, 3, 1).reshape(7, 3, 8, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_rule_reads_what_a_box_holds(kind: str, data: st.DataObject) -> None:
+    """A merge or a division would read whole rows: --memory 64MB took 1.7 GiB."""
+    facts, change = RULES[kind]
+    source = _Source(np.arange(840.0).reshape(4, 5, 6, 7))
+    made = mapped({"w": source.tensor}, [MapRule(old=("w",), new=("v",), **facts)])["v"]
+    expected = change(source.array)
+    start = tuple(data.draw(st.integers(0, size - 1)) for size in expected.shape)
+    box = Box(start, tuple(data.draw(st.integers(at, size)) for at, size in zip(start, expected.shape, strict=True)))
+    assert np.array_equal(made.read(box), expected[box.slices()])
+    assert sum(source.reads) == box.size
+
+
+@pytest.mark.parametrize("cell", [(4, 5, 6, 1), (1, 5, 2, 7)])
+@pytest.mark.parametrize("kind", RULES)
+def test_chunks_that_a_block_touches_stay_in_the_budget(kind: str, cell: tuple[int, ...]) -> None:
+    """A thin block lies across many chunks, which are read whole: all of them would be in memory together."""
+    facts, change = RULES[kind]
+    source = _Source(np.arange(840.0).reshape(4, 5, 6, 7), cell)
+    touched: list[int] = []
+
+    def fetch(box: Box) -> np.ndarray:
+        counts = [-(-b // size) - a // size for a, b, size in zip(box.start, box.stop, cell, strict=True)]
+        touched.append(math.prod(counts) * math.prod(cell) * 8)
+        return source.array[box.slices()]
+
+    tensor = replace(source.tensor, fetch=fetch)
+    made = mapped({"w": tensor}, [MapRule(old=("w",), new=("v",), **facts)])["v"]
+    memory_bytes = 4 * math.prod(cell) * 8
+    blocks = list(made.blocks(memory_bytes))
+    whole = np.empty(made.shape)
+    for box in blocks:
+        whole[box.slices()] = made.read(box)
+    assert np.array_equal(whole, change(source.array))
+    assert max(touched) <= memory_bytes // 4
+    with pytest.raises(CheckpointError, match="give --memory at least"):
+        made.block_shape(memory_bytes - 1)
+
+
+def test_cast_counts_the_wider_side(tmp_path: Path) -> None:
+    """A chunk of float64 would count as one of bfloat16: a quarter of what reading it takes."""
+    source = _Source(np.zeros((64, 64)), (64, 64))
+    for tensors in (
+        cast({"w": source.tensor}, [("w", "bfloat16")]),
+        cast(mapped({"v": source.tensor}, [MapRule(old=("v",), new=("w",), transpose=(1, 0))]), [("w", "bfloat16")]),
+    ):
+        with pytest.raises(CheckpointError, match="chunks of 32768 bytes"):
+            tensors["w"].block_shape(4 * 32768 - 1)
+    plain = cast({"w": _Source(np.zeros((64, 64))).tensor}, [("w", "bfloat16")])["w"]
+    assert max(box.size for box in plain.blocks(65536)) * 8 <= 65536 // 8
 
 
 def test_cast_keeps_small_integers(ckpt: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,11 @@ def test_sidecars_that_are_too_large_are_not_joined(monkeypatch: pytest.MonkeyPa
     record = join_sidecars([b"a" * 50, b"b" * 50])
     assert record is not None
     assert split_sidecars(record) == [b"a" * 50, b"b" * 50]
+    monkeypatch.setattr(sidecars, "_JOINED_SMALL_BYTES", 1000)
+    zeros = zlib.compress(bytes(1 << 20))
+    with pytest.raises(ValueError, match="cut off, or too large"):
+        split_sidecars(zeros)
+    assert join_sidecars([bytes(1 << 20)]) is None, "readers would refuse what we wrote"
     monkeypatch.setattr(sidecars, "_JOINED_BYTES_MAX", 100)
     assert join_sidecars([b"a" * 50, b"b" * 50]) is None
     with pytest.raises(ValueError, match="cut off, or too large"):

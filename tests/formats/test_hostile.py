@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit.cli import main
-from ckptkit.formats import open_checkpoint
+from ckptkit.conversion.statistics import statistics_of
+from ckptkit.formats import open_checkpoint, torch
 from tests.cases import long_except
 from tests.cli.conftest import Run
 from tests.formats import writers
@@ -169,6 +170,45 @@ def test_hostile_file_is_refused(kind: str, tmp_path: Path, ckpt: Run) -> None:
     assert len(said.err.splitlines()) == 1
     assert len(said.err) < 700
     assert not Path("/tmp/ckptkit-was-here").exists()
+
+
+def test_views_of_one_storage_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound would be that of each tensor: a file of 3.8 KB became 20 GiB."""
+    view = tensor_pickle("K\x04\x85", "K\x00\x85")
+    path = zipped(tmp_path / "t.pt", torch_file(view, np.arange(4, dtype="f4").tobytes()))
+    with open_checkpoint(str(path)) as opened:
+        stored_bytes = sum(tensor.nbytes for tensor in opened.tensors)
+    assert stored_bytes == 16
+    one = view[view.index(b"ctorch._utils") : -2]  # from its first operation to before it is put into the tree
+    many = b"\x80\x02}(" + b"".join(b"X\x01\x00\x00\x00" + name.encode() + one for name in "abcdefgh") + b"u."
+    path = zipped(tmp_path / "many.pt", torch_file(many, np.arange(4, dtype="f4").tobytes()))
+    with open_checkpoint(str(path)) as opened:
+        assert len(opened.tensors) == 8
+    monkeypatch.setattr(torch, "_REPEATED_BYTES_MAX", 32)
+    monkeypatch.setattr(torch, "_REPEATED_TIMES_MAX", 1)
+    with pytest.raises(ckptkit.CheckpointError, match="expanded from storages of 16 bytes to more than 48"):
+        open_checkpoint(str(path))
+
+
+def test_statistics_of_absent_chunks_read_one_element(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every element of a shape that a file only claims would be read: no command would end."""
+    item = writers.by_orbax(tmp_path / "item", {"w": np.arange(24.0)}, use_ocdbt=False)
+    tree_file = item / "_METADATA"
+    described = json.loads(tree_file.read_text()) | {"store_array_data_equal_to_fill_value": False}
+    tree_file.write_text(json.dumps(described))
+    zarr = json.loads((item / "w/.zarray").read_text()) | {"shape": [1 << 59], "chunks": [24], "fill_value": 2.0}
+    (item / "w/.zarray").write_text(json.dumps(zarr))
+    with open_checkpoint(str(item)) as opened:
+        found = statistics_of(opened.tensors[0])
+    size = 1 << 59
+    assert (found.minimum, found.maximum, found.nan) == (0.0, 23.0, 0)
+    assert found.norm == pytest.approx((4.0 * size) ** 0.5)
+    assert found.mean == pytest.approx(2.0)
+    target = tmp_path / "there"
+    assert main(["reshard", str(item), str(target), "--mesh", "data=77", "--dry-run"]) in (0, 1, 2), "it ends"
+    (item / "w/0").unlink()
+    with open_checkpoint(str(item)) as opened:
+        assert statistics_of(opened.tensors[0]).std == 0.0
 
 
 def test_valid_torch_tensor_is_read(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ckptkit.conversion.resharding.meshes import (
     sharding_json,
     spec_text,
 )
-from ckptkit.errors import CheckpointError, StepNotFoundError
+from ckptkit.errors import CheckpointError, MemoryBudgetError, StepNotFoundError
 from ckptkit.formats.tensors import CELL_SHARE, MEMORY_BYTES, block_bytes, check_chunk
 from ckptkit.model.boxes import CELL_BYTES, cell_shape
 from ckptkit.model.leaf_patterns import matches, short_names
@@ -173,8 +173,9 @@ def plan_leaves(
 ) -> tuple[LeafPlan, ...]:
     """The plan of every leaf, from its record by item. Pure: every process of a job makes the same.
 
-    Leaves of host memory and numbers are whole on every device. Raises `CheckpointError` for specs that do not fit and
-    for a chunk of the source above a quarter of the budget, `StepNotFoundError` for a rule that matches nothing.
+    Leaves of host memory and numbers are whole on every device. Raises `CheckpointError` for specs that do not fit,
+    `MemoryBudgetError` for a chunk of the source above a quarter of the budget, `StepNotFoundError` for a
+    rule that matches nothing.
     """
     chooser = Chooser(meshes, rules, like)
     limit = block_bytes(memory_bytes)
@@ -194,7 +195,7 @@ def plan_leaves(
             budget = memory_bytes // CELL_SHARE // record.itemsize
             block = block_shape(record.shape, record.cell, cell, budget, limit // record.itemsize)
             if math.prod(block) * record.itemsize > memory_bytes // CELL_SHARE:
-                raise CheckpointError(
+                raise MemoryBudgetError(
                     f"leaf {record.name} would get chunks of {math.prod(cell) * record.itemsize} bytes, and a quarter "
                     f"of the memory budget is {memory_bytes // CELL_SHARE}; give less --chunk-bytes or more --memory"
                 )

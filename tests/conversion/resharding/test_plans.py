@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.conversion.passes import block_shape, pieces_of, reads
+from ckptkit.conversion.passes import block_shape, reads
 from ckptkit.conversion.resharding.executing import share_of
 from ckptkit.conversion.resharding.meshes import (
     Mesh,
@@ -24,7 +24,7 @@ from ckptkit.conversion.resharding.meshes import (
     sharding_of_json,
 )
 from ckptkit.conversion.resharding.planning import amplification, chunk_shape, read_by_devices, worst_amplification
-from ckptkit.model.boxes import Box, blocks_of, boxes_of_cells, cells_of
+from ckptkit.model.boxes import Box, blocks_of, boxes_of_cells, cells_of, pieces_of
 
 SIZES = st.integers(1, 12)
 GRIDS = st.integers(1, 3).flatmap(

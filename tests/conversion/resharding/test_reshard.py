@@ -201,7 +201,7 @@ def test_unfitting_rules_are_refused(ckpt: Run, striped: Path, tmp_path: Path, r
 def test_unsupported_sources_and_targets_are_refused(ckpt: Run, striped: Path, tmp_path: Path) -> None:
     """A chunk above the budget would be read all the same, a target overwritten, another format half understood."""
     said = ckpt("reshard", striped, tmp_path / "9", "--mesh", MESH, "--memory", "256KiB")
-    assert said.code == 1
+    assert said.code == 2
     assert "has chunks of 131072 bytes" in said.err
     assert "give --memory at least 524288 bytes" in said.err
     (tmp_path / "9").mkdir()
