@@ -23,7 +23,15 @@ from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.store import Stat, Store, open_store, put_new
 from ckptkit.store.backends import BACKENDS, backend_of, properties_of
-from ckptkit.store.local import LocalStore, remove_empty, require_free, sync_above, sync_directory, sync_tree
+from ckptkit.store.local import (
+    LocalStore,
+    remove_empty,
+    remove_unfinished_puts,
+    require_free,
+    sync_above,
+    sync_directory,
+    sync_tree,
+)
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import root_url
@@ -39,6 +47,7 @@ def target_url(target: str) -> str:
     target = os.path.abspath(target.removeprefix("file://"))
     target = os.path.join(os.path.realpath(os.path.dirname(target)), os.path.basename(target))
     if os.path.lexists(target):
+        Destination(target).drop_finished()
         raise CheckpointError(f"{target} exists already; name another target, or move it away", path=target)
     if not os.path.isdir(os.path.dirname(target)):
         raise CheckpointError(f"{os.path.dirname(target)} is not a directory; make it first", path=target)
@@ -137,6 +146,23 @@ class Destination:
                 path=self.target,
             )
 
+    def drop_finished(self) -> None:
+        """Deletes the records of a work that was killed after it had made the target, which is complete. Deletes
+        nothing where a process works there, or where the target is not what those records name."""
+        with suppress(CheckpointError, OSError):
+            if self.properties.atomic_rename:
+                if os.path.isdir(self.part) and not os.path.lexists(self.url):  # it was renamed
+                    with self.alone():
+                        self.journal.remove()
+                        self._remove_part()
+                return
+            self.journal.recall()
+            if self.journal.work:
+                found, noted = self.store().stat_all(""), self.journal.files()  # the kill may have left a part of these
+                if not any(_is_lost(notes[-1], found.get(key)) for key, notes in noted.items()):
+                    self.journal.remove()
+                    self._remove_part()
+
     def require_free(self) -> None:
         """Raises `CheckpointError` if a bucket's target is a complete checkpoint by now: to clear or continue the
         interrupted work would damage it. Cost: two requests."""
@@ -146,6 +172,7 @@ class Destination:
         if self._opened(self._above).stat(self._name) is not None or any(
             name.endswith(ends) for name in self.store().list("")
         ):
+            self.drop_finished()
             raise self._taken()
 
     def _opened(self, url: str) -> Store:
@@ -274,6 +301,7 @@ class Destination:
         if marker is not None and renamed:
             self.put([(paths.COMMIT_MARK, marker.encode())])
         if self.properties.file_system:
+            remove_unfinished_puts(self.url)  # of an interrupted work that was resumed
             sync_tree(self.url)
         if not renamed:
             if self.properties.file_system:

@@ -245,12 +245,18 @@ def require_free(directory: str, needed_bytes: int, *, there_bytes: int = 0, tar
 
 def remove_empty(directory: str | os.PathLike[str]) -> None:
     """Removes a directory and those below it, as far as they are empty, or hold only unfinished puts."""
-    for here, _, names in os.walk(directory, topdown=False):
+    remove_unfinished_puts(directory)
+    for here, _, _ in os.walk(directory, topdown=False):
+        with suppress(OSError):
+            os.rmdir(here)
+
+
+def remove_unfinished_puts(directory: str | os.PathLike[str]) -> None:
+    """Deletes the temporary files of puts below a directory where no process puts anything."""
+    for here, _, names in os.walk(directory):
         for name in names:
             if _UNFINISHED.fullmatch(name):
                 os.unlink(os.path.join(here, name))
-        with suppress(OSError):
-            os.rmdir(here)
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

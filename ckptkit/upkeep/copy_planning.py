@@ -195,16 +195,18 @@ def _single(here: _Root, there: _Root, url: str, as_step: int | None, adopted: A
     name = there.found.names.name_of(number) if there.steps else step.place.name if as_step is None else None
     target = f"{into}/{name or here.found.names.name_of(number)}"
     known = {each.place.url: each for each in there.found.steps}
-    adoption = None
-    if adopted is None:
-        planned = _planned(step, known.get(target), target)
+    adoption, there_already = None, known.get(target)
+    if adopted is not None and there_already is not None and _is_adopted(there, there_already, step, adopted):
+        planned = replace(_made(step, target), act="skip", reason="the target has this save")
+    elif adopted is None:
+        planned = _planned(step, there_already, target)
         if planned.act == "copy":
             _require_same_run(here, there, step)
     else:
         saves = [each.identity for each in there.steps]
         stock = [each.step for each in there.steps if each.save_id is None]
         adoption = plan_adoption(into, there.ancestry, saves, stock, number, adopted)
-        planned = _planned(step, known.get(target), target)
+        planned = _planned(step, there_already, target)
     return CopyPlan(
         source=url,
         target=into,
@@ -267,8 +269,15 @@ def _follows(ancestry: Ancestry, older: Ancestry) -> bool:
     )
 
 
-def _planned(each: DurableStep, there: DurableStep | None, target: str) -> CopyStep:
-    made = CopyStep(
+def _is_adopted(root: _Root, there: DurableStep, step: DurableStep, adopted: AdoptedAs) -> bool:
+    """Whether a step of the target is this save, which an earlier run of the same copy has given its new identity."""
+    stamp, saves = stamp_of(step.place), [each.identity for each in root.steps]
+    at_end = there.identity == (max(saves) if adopted == "newest" else min(saves))
+    return at_end and there.state == "committed" and stamp is not None and stamp_of(there.place) == stamp
+
+
+def _made(each: DurableStep, target: str) -> CopyStep:
+    return CopyStep(
         step=each.step,
         source=each.place.url,
         target=target,
@@ -277,6 +286,10 @@ def _planned(each: DurableStep, there: DurableStep | None, target: str) -> CopyS
         stamp=stamp_of(each.place),
         act="copy",
     )
+
+
+def _planned(each: DurableStep, there: DurableStep | None, target: str) -> CopyStep:
+    made = _made(each, target)
     if there is None or there.state == "unfinished":
         return made
     same = made.stamp is not None and stamp_of(there.place) == made.stamp

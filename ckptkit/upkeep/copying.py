@@ -16,7 +16,7 @@ from typing import Any, final
 
 import xxhash
 
-from ckptkit.durable.commit import commit_mark
+from ckptkit.durable.commit import commit_mark, intents
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import Lease, WriterClaim
 from ckptkit.durable.lifecycle.places import Place, step_items
@@ -27,7 +27,14 @@ from ckptkit.formats.ranges import open_ranges
 from ckptkit.model import paths
 from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.backends import properties_of
-from ckptkit.store.local import make_durable, remove_empty, require_free, sync_directory, sync_tree
+from ckptkit.store.local import (
+    make_durable,
+    remove_empty,
+    remove_unfinished_puts,
+    require_free,
+    sync_directory,
+    sync_tree,
+)
 from ckptkit.store.quarantine import alone_at
 from ckptkit.store.remote import RemoteStore, forget_listings
 from ckptkit.store.retry import retried
@@ -71,8 +78,8 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
         shield_records(target)
         records = _Records(plan, target)
         for each in plan.steps:
-            if each.act == "skip" and not target.properties.atomic_rename:
-                open_store(each.target, deadline_s=timeout_s).delete(JOURNAL)  # of a copy that died after its mark
+            if each.act == "skip":
+                _drop_leftovers(each, target, timeout_s)
             if each.act == "copy":
                 copying = _Copying(each, plan.adoption, records, timeout_s, _shifted(progress, before, total))
                 try:
@@ -141,10 +148,9 @@ class _Records:
         self._written = True
 
     def _copy(self, ancestry: Ancestry, source: EpochRecords) -> None:
-        if self._target.read() == ancestry:
-            return
-        with suppress(FileExistsError):  # an earlier run of this copy, or another with the same content
-            source.copy_newest(self._target)
+        if self._target.read() != ancestry or source.read() == ancestry:  # or what an interrupted copy lacks of it
+            with suppress(FileExistsError):  # an earlier run of this copy, or another with the same content
+                source.copy_newest(self._target)
         if self._target.read() != ancestry:
             raise CheckpointError("a run has begun at the source or the target meanwhile; run it again")
 
@@ -164,6 +170,37 @@ def _leased(plan: CopyPlan, timeout_s: float, notes: list[str]) -> Iterator[froz
             except StoreError as error:
                 notes.append(f"the steps could not be leased, a running job might prune them meanwhile: {error}")
         yield kept
+
+
+def _drop_leftovers(step: CopyStep, root: Store, timeout_s: float) -> None:
+    """Deletes what a copy that was killed after its commit has left of itself: a lock, or its journal, intent and
+    claim. Where another process makes the step now, these are not touched. Raises `StoreError`."""
+    name = step.target.rpartition("/")[2]
+    try:
+        if root.properties.atomic_rename:
+            if os.path.lexists(f"{root.url}/{_lock_name(name)}"):
+                with alone_at(Path(root.url), _lock_name(name), step.target):
+                    os.unlink(f"{root.url}/{_lock_name(name)}")
+            return
+        open_store(step.target, deadline_s=timeout_s).delete(JOURNAL)
+        left = _intents_of_copies(root, name)
+        if left or root.stat(f"{paths.LEASES_DIR}/{paths.claim_name(name)}") is not None:
+            with WriterClaim(root, name):
+                root.delete_many(left)
+    except StoreError:
+        raise
+    except CheckpointError:  # another process works there
+        return
+
+
+def _intents_of_copies(root: Store, name: str) -> list[str]:
+    """The keys of the intents of copies of a step: one for each that was killed, and that of one in progress."""
+    found = [(each, paths.intent_of_name(each)) for _, each in intents(root)]
+    return [f"{paths.INTENTS_DIR}/{each}" for each, of in found if of == (0, name) and each != paths.going_name(name)]
+
+
+def _lock_name(name: str) -> str:
+    return f".{name}{_PART}.lock"
 
 
 def _shifted(progress: Moved | None, before: int, total: int) -> Moved | None:
@@ -220,7 +257,7 @@ class _Copying:
         return bool(Place.open(self._step.source, timeout_s=self._timeout_s).names())
 
     def _run_on_disk(self, resume: bool) -> None:
-        lock = f".{self._place.rpartition('/')[2]}.lock"
+        lock = _lock_name(self._name)
         with alone_at(Path(self._root), lock, self._step.target):
             try:
                 self._run(resume)
@@ -232,6 +269,7 @@ class _Copying:
         root = open_store(self._root, deadline_s=self._timeout_s)
         with WriterClaim(root, self._name) as held:
             self._claim = held
+            root.delete_many(_intents_of_copies(root, self._name))  # who has the claim is the only one
             put_new(root, self._intent, self._mark_text())
             try:
                 self._run(resume)
@@ -353,6 +391,7 @@ class _Copying:
                 if f"{item}/{paths.COMMIT_MARK}" not in self._arrived:  # a disk's items of stock Orbax have none
                     store.put(f"{item}/{paths.COMMIT_MARK}", text)
             if store.properties.file_system:
+                remove_unfinished_puts(self._place)
                 sync_tree(self._place)
             self._put_mark(text)
             store.delete(JOURNAL)  # last: without it and without a mark, nobody could tell what the objects are
@@ -360,6 +399,7 @@ class _Copying:
         store.delete(JOURNAL)
         if paths.COMMIT_MARK in self._step.sizes or self._adoption is not None:
             store.put(paths.COMMIT_MARK, text)
+        remove_unfinished_puts(self._place)  # of an interrupted copy that is continued
         sync_tree(self._place)
         try:
             os.rename(self._place, self._step.target)

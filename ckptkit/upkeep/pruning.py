@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ckptkit.durable.abandoned import finish_deletions
 from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, pinned_steps
+from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, drop_dead, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root, require_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.read_step import DurableReader
@@ -183,15 +184,17 @@ def prune(plan: PrunePlan, *, wait_s: float = 0.0, timeout_s: float = 20.0) -> P
     Safe while a job runs. The steps are announced first, so that no new reader opens one. Steps that a process reads
     stay, and so do steps that were pinned, saved anew or pruned since. The lease of a dead reader is dropped after it
     was watched for its lifetime, for at most `wait_s`. If a rollback or a new run happened meanwhile, nothing is
-    deleted. If this stops half way, each step is either committed or gone.
+    deleted. If this stops half way, each step is either committed or gone, and the next call removes what is left.
 
     It cannot see a job that has restored an older step by its number and has saved nothing since: let it save first.
 
     Raises `CheckpointError` where the plan does not hold any more, `StoreError` where a step cannot be deleted.
     """
+    store = open_store(plan.root, deadline_s=timeout_s)
+    drop_dead(store)
+    finish_deletions(store, shutil.rmtree)
     if not plan.doomed:
         return replace(plan, done=True)
-    store = open_store(plan.root, deadline_s=timeout_s)
     numbers = [each.step for each in plan.doomed]
     with DeletionNotice(store, numbers) as notice:
         spared = _spared(PruneGuard(store), numbers, wait_s)

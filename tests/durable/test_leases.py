@@ -244,3 +244,19 @@ def test_lease_duration_is_bounded(store: MemoryStore, lease_s: float) -> None:
     """A reader that died would hold a step without an end."""
     with pytest.raises(ValueError, match="lease_s is"):
         take(store, 1, lease_s=lease_s)
+
+
+def test_leases_and_notices_of_ended_processes_are_dropped_and_no_others(store: MemoryStore) -> None:
+    """What a killed command leaves would keep steps for a minute, and its notice would stay until a job runs."""
+    take(store, 1)
+    kept = set(store.list(paths.LEASES_DIR))
+    dead = {"lease_s": 60, "process": ended_process()}
+    store.put(f"{paths.LEASES_DIR}/{'0' * 32}.json", json.dumps({"step": 2, **dead}).encode())
+    store.put(f"{paths.LEASES_DIR}/doomed-{'0' * 32}.json", json.dumps({"steps": [3], **dead}).encode())
+    for name in (paths.pin_name(4), paths.claim_name("5")):
+        record = {"step": 4, **dead, **({"copying": "5"} if name == paths.claim_name("5") else {})}
+        store.put(f"{paths.LEASES_DIR}/{name}", json.dumps(record).encode())
+        kept.add(name)
+    assert PruneGuard(store).leased({1, 2, 3}) == {1}
+    leases.drop_dead(store)
+    assert set(store.list(paths.LEASES_DIR)) == kept

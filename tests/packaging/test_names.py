@@ -27,6 +27,7 @@ SOURCES: Final = {
         store/mounts.measured_rate_bytes_s util/disk_file.open_slot util/disk_file.DiskFile.__init__
         util/disk_file.FileReads.__init__ util/disk_file.FileWrites.__init__ util/whole_file.write_whole
         util/package._installs_the_package resume/programs._entry store/local.remove_empty
+        store/local.remove_unfinished_puts
     """,
     "ckptkit: a constant, a number or a random id": """
         diagnosis/tuner/probing.Probe._place durable/commit.DiskAttempt.begin durable/commit.DiskAttempt._commit
@@ -35,10 +36,11 @@ SOURCES: Final = {
         slots/directory._taken slots/files.SlotFiles.remove store/quarantine.arena_lock store/quarantine._locked
         upkeep/signatures.TrustedKey.require conversion/destination.Destination.commit
         durable/cells/unchanged._link durable/lifecycle/delete.move_away upkeep/pruning._removed
-        upkeep/copying._Copying._commit upkeep/copying._Copying._remove durable/orbax/file_items._directory
+        upkeep/copying._Copying._commit upkeep/copying._Copying._remove upkeep/copying._drop_leftovers
+        durable/orbax/file_items._directory
     """,
     "a listing: the store leaves out names that cannot be keys": """
-        durable/abandoned.clean_unmarked durable/abandoned._clean_disk manager/fast_tiers.own_host_dirs
+        durable/abandoned.clean_unmarked durable/abandoned._empty_leaving manager/fast_tiers.own_host_dirs
         resume/programs._forget_oldest slots/directory.remove_directory slots/directory.remove_slots
         slots/directory.remove_unfinished slots/adopted._Directory.keep store/quarantine.move_aside
         upkeep/arenas._emptied upkeep/arenas._is_live durable/orbax/file_items._read verification/mending._remove

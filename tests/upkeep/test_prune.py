@@ -410,3 +410,26 @@ def test_damaged_records_do_not_stop_commands_or_pruning(tmp_path: Path, capsys:
     (leases / "bad.json").write_text('{"step": 1, "lease_s": 1e999}')
     assert [each.act for each in plan_prune(str(tmp_path), [KeepNewest(1)]).steps] == ["keep", "delete", "keep"]
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_deletion_of_a_dead_process_is_ended_and_one_in_progress_is_not(
+    where: str, server: BucketServer, tmp_path: Path
+) -> None:
+    """Half of a step would never be removed; or a step would be lost that another command is about to give back."""
+    root = "gs://runs/cut" if where == "bucket" else str(tmp_path / "run")
+    make_root(root, (1, 2))
+    store = open_store(root)
+    left = [f"{paths.INTENTS_DIR}/{paths.going_name('7')}", "7/state/_METADATA"]
+    for key in left if where == "bucket" else [f"{paths.LEAVING_DIR}/7-{'0' * 32}/state/_METADATA"]:
+        store.put(key, b"{}")
+
+    def there() -> list[str]:
+        return [*store.list_all(paths.INTENTS_DIR), *store.list_all("7"), *store.list_all(paths.LEAVING_DIR)]
+
+    before = there()
+    with DeletionNotice(store, [7]):
+        prune(plan_prune(root, [KeepNewest(2)]))
+        assert there() == before
+    prune(plan_prune(root, [KeepNewest(2)]))
+    assert there() == []

@@ -309,13 +309,29 @@ class PruneGuard:
         if self._seen.get(name, (b"", 0.0))[0] != data:
             self._seen[name] = (data, now_s)
         leased, lease_s = _read_lease(data)
-        ended = _has_ended(str(_parsed(data).get("process")))
-        if ended or now_s - self._seen[name][1] > lease_s:
+        if now_s - self._seen[name][1] > lease_s:
             self._store.delete(f"{paths.LEASES_DIR}/{name}")  # its holder has died, or knows that it is lost
             return set()
         if paths.is_announcement(name):  # of another that deletes: it has no reader
             return set()
+        if _has_ended(str(_parsed(data).get("process"))):  # `drop_dead` deletes it: a claim may be another's by now
+            return set()
         return steps if leased is None else steps & leased
+
+
+def drop_dead(store: Store) -> None:
+    """Deletes the leases and the notices of processes of this machine that have ended, which no process counts any
+    more. Those of other machines stay until a job has watched them. Cost: a listing, and a small read for each. Raises
+    `StoreError`.
+    """
+    for name in store.list(paths.LEASES_DIR):
+        if paths.step_of_pin(name) is not None:
+            continue
+        with suppress(FileNotFoundError):  # released meanwhile
+            record = _parsed(store.get(f"{paths.LEASES_DIR}/{name}"))
+            # A claim has one name for all who ask for it: `WriterClaim` replaces that of a dead holder.
+            if "copying" not in record and _has_ended(str(record.get("process"))):
+                store.delete(f"{paths.LEASES_DIR}/{name}")
 
 
 def announced_deletions(

@@ -102,12 +102,11 @@ def _typestr(value: Any) -> str:
 
 
 def process_files(shards: Sequence[HostShards], process: int, sidecar: bytes | None = None) -> dict[str, bytes]:
-    """The files that each process of a save puts into an array item: the metadata of its arrays, and its sidecar."""
+    """The files that each process of a save puts into an array item: its sidecar, and the metadata of its arrays, which
+    has the sign of sidecars. In this order: an item with the sign and without a sidecar is a damaged one."""
     metadatas = _array_metadatas_text(shards, has_sidecar=sidecar is not None)
-    files = {f"{paths.ARRAY_METADATAS}/process_{process}": metadatas.encode()}
-    if sidecar is not None:
-        files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"] = sidecar
-    return files
+    files = {} if sidecar is None else {f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}": sidecar}
+    return files | {f"{paths.ARRAY_METADATAS}/process_{process}": metadatas.encode()}
 
 
 def _array_metadatas_text(shards: Sequence[HostShards], *, has_sidecar: bool) -> str:
