@@ -247,7 +247,7 @@ def test_lease_duration_is_bounded(store: MemoryStore, lease_s: float) -> None:
 
 
 def test_leases_and_notices_of_ended_processes_are_dropped_and_no_others(store: MemoryStore) -> None:
-    """What a killed command leaves would keep steps for a minute, and its notice would stay until a job runs."""
+    """The leases of a killed command would keep steps for a minute, and its notice would stay until a job runs."""
     take(store, 1)
     kept = set(store.list(paths.LEASES_DIR))
     dead = {"lease_s": 60, "process": ended_process()}

@@ -1,4 +1,4 @@
-"""What must be true after a command was killed at a point: it can be finished, and it harms no reader."""
+"""The rules for the state after a command was killed at a point: it can be finished, and it harms no reader."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a command has made: the names of all files (random parts of names aside), the steps of the roots by their
+    """The files that a command has made: the names of all files (random parts of names aside), the steps of the roots by their
     states, and how the checkpoint that it made differs from its source."""
 
     names: frozenset[str]
@@ -76,7 +76,7 @@ class Judge:
         self._roots: set[tuple[str, frozenset[tuple[str, str]]]] = set()
 
     def check(self, point: int) -> list[Failure]:
-        """What is wrong after this operation; nothing where an equal state was judged."""
+        """The faults of the state after this operation; none where an equal state was judged."""
         self._medium.remake(self._command, point)
         found = self._medium.listing(self._command).items()
         state = frozenset((name, "" if "/.put-" in name else each) for name, each in found)  # which no reader opens
@@ -164,7 +164,7 @@ class Judge:
             yield from self._restart(root, whole)
 
     def _prunable(self, root: str, steps: Mapping[int, str]) -> frozenset[int]:
-        """What `prune --keep newest=2` may delete: it also ends a deletion that was cut off."""
+        """The steps that `prune --keep newest=2` may delete: it also ends a deletion that was cut off."""
         whole = sorted(step for step, state in steps.items() if state == "committed")
         abandoned = {step for step, state in steps.items() if state == "abandoned"}
         cut_off = self._command.deletes - set(steps) if root == self._root else frozenset[int]()

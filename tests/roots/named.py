@@ -146,7 +146,8 @@ def _of_root(record: str, name: str, tree: Tree) -> None:
 
 
 def _npz(tree: Tree, names: list[str]) -> str:
-    np.savez(tree.home / "model.npz", **{name: np.arange(4.0) for name in names if name.isprintable() or "\n" in name})
+    arrays: dict[str, Any] = {name: np.arange(4.0) for name in names if name.isprintable() or "\n" in name}
+    np.savez(tree.home / "model.npz", **arrays)
     return "model.npz"
 
 
