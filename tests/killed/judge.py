@@ -41,7 +41,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The files that a command has made: the names of all files (random parts of names aside), the steps of the roots by their
+    """The files that a command has made by their names (random parts of names aside), the steps of the roots by their
     states, and how the checkpoint that it made differs from its source."""
 
     names: frozenset[str]
