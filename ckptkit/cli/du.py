@@ -10,7 +10,7 @@ import click
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, KEEP, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.text import count_text, print_json, print_line, print_notes, print_part, size_text
-from ckptkit.durable.lifecycle.listing import deleted_step
+from ckptkit.durable.lifecycle.listing import are_deleted
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.upkeep import Usage
 from ckptkit.upkeep import usage as usage_of
@@ -41,9 +41,8 @@ def du(
     With --keep, also show the bytes that a pruning by these rules would free, without verifying any step. Changes
     nothing.
     """
-    found = _still(
-        lambda: usage_of(root, tiers=tiers, host_id=fast_tiers(tiers, host_id), deep=deep, timeout_s=timeout_s)
-    )
+    host = fast_tiers(tiers, host_id)
+    found = _still(root, lambda: usage_of(root, tiers=tiers, host_id=host, deep=deep, timeout_s=timeout_s))
     plan, problems = None, list(found.problems)
     if keep:
         try:
@@ -57,12 +56,12 @@ def du(
     return exit_with(problems)
 
 
-def _still(look: Callable[[], Usage]) -> Usage:
+def _still(root: str, look: Callable[[], Usage]) -> Usage:
     """The usage, looked at again where a step was deleted meanwhile: it would have damage, or no bytes."""
     for _ in range(_LOOKS - 1):
         found = look()
         strange = found.problems or not all(each.stored_bytes for each in found.steps)
-        if not strange or not any(deleted_step(each.path) for each in found.steps):
+        if not strange or not are_deleted(root, [(each.step, each.path) for each in found.steps]):
             return found
     return look()
 

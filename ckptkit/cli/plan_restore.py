@@ -48,7 +48,10 @@ _GROUP_COLUMNS = [("group", False), ("tier", False), ("reads", True), ("bytes", 
 
 
 def show_outlook(found: Outlook, top: int | None = None, depth: int | None = None) -> None:
-    """Prints it on stdout; with `top` the largest reads, or groups of leaves, first."""
+    """Prints it on stdout: the reads, with `top` the largest ones or groups of leaves first, and then their sum."""
+    if found.plan is not None:
+        _print_reads(found.plan, top, depth)
+        print_line()
     chosen = found.chosen
     print_line(f"{found.root}: step {chosen.save_id.step}, save {chosen.save_id}, as host {found.host_id} sees it")
     for tier, step, reason in found.rejected:
@@ -59,15 +62,17 @@ def show_outlook(found: Outlook, top: int | None = None, depth: int | None = Non
         return
     for tier, read_bytes in found.plan.bytes_by_tier().items():
         print_line(f"  {size_text(read_bytes)} ({read_bytes} bytes) from {tier}")
-    print_line()
+
+
+def _print_reads(plan: RestorePlan, top: int | None, depth: int | None) -> None:
     if depth is None:
-        reads = sorted(found.plan.reads, key=lambda read: 0 if top is None else -read.nbytes)
-        print_top(_READ_COLUMNS, [_read_row(found.plan, read) for read in reads], top)
+        reads = sorted(plan.reads, key=lambda read: 0 if top is None else -read.nbytes)
+        print_top(_READ_COLUMNS, [_read_row(plan, read) for read in reads], top)
         return
     sizes: dict[tuple[str, str], list[int]] = {}
-    for read in found.plan.reads:
+    for read in plan.reads:
         group = f"{read.key[0]}:{'.'.join(read.key[1][:depth])}"
-        sizes.setdefault((group, found.plan.tiers[read.sources[0][0]]), []).append(read.nbytes)
+        sizes.setdefault((group, plan.tiers[read.sources[0][0]]), []).append(read.nbytes)
     groups = sorted(sizes.items(), key=lambda each: 0 if top is None else -sum(each[1]))
     print_top(_GROUP_COLUMNS, [[*of, str(len(each)), size_text(sum(each))] for of, each in groups], top)
 

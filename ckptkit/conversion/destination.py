@@ -156,6 +156,8 @@ class Destination:
                         self.journal.remove()
                         self._remove_part()
                 return
+            if self.properties.file_system:  # a mount: the target is where the work is, and no version shows whose
+                return
             self.journal.recall()
             if self.journal.work:
                 found, noted = self.store().stat_all(""), self.journal.files()  # the kill may have left a part of these

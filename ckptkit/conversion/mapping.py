@@ -249,7 +249,7 @@ def _split(source: Tensor, axis: int, index: int, count: int) -> Tensor:
         return source.read(wanted).reshape(box.shape)
 
     cell = source.leaf.cell
-    return _of([source], _without(source.shape, axis), fetch, cell and _without(cell, axis))
+    return _of([source], _without(source.shape, axis), fetch, None if cell is None else _without(cell, axis))
 
 
 def _stacked(sources: Sequence[Tensor], axis: int) -> Tensor:
@@ -267,7 +267,7 @@ def _stacked(sources: Sequence[Tensor], axis: int) -> Tensor:
         return made
 
     cell = first.leaf.cell
-    return _of(sources, _put(first.shape, axis, len(sources)), fetch, cell and _put(cell, axis, 1))
+    return _of(sources, _put(first.shape, axis, len(sources)), fetch, None if cell is None else _put(cell, axis, 1))
 
 
 def _transposed(source: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -280,7 +280,7 @@ def _transposed(source: Tensor, axes: tuple[int, ...]) -> Tensor:
         return source.read(wanted).transpose(axes)
 
     cell = source.leaf.cell
-    return _of([source], [source.shape[at] for at in axes], fetch, cell and [cell[at] for at in axes])
+    return _of([source], [source.shape[at] for at in axes], fetch, None if cell is None else [cell[at] for at in axes])
 
 
 def _merged(source: Tensor, axis: int) -> Tensor:
@@ -398,9 +398,10 @@ class LeafNames:
         """The stored names of the leaf or sub-tree of that name, and of the leaves that match it as a pattern. Raises
         as `matching`."""
         inside = f"{pattern}."
-        return set(
-            self._found(pattern, lambda form: form == pattern or form.startswith(inside) or matches(pattern, form))
-        )
+        found = self._found(pattern, lambda form: form == pattern or form.startswith(inside) or matches(pattern, form))
+        if not found and "/" in pattern:  # as Flax and Hugging Face write a path
+            return self.below(pattern.replace("/", "."))
+        return set(found)
 
     def stored(self, form: str) -> str | None:
         """The stored name of the leaf that is called so; None where there is none. Raises as `matching`."""

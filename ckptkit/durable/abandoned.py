@@ -13,11 +13,13 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from typing import Any
 
 from ckptkit.durable.commit import intents, remove_uncommitted
 from ckptkit.durable.lifecycle.delete import move_away
 from ckptkit.durable.lifecycle.leases import announced_deletions
+from ckptkit.errors import StoreError
 from ckptkit.model import paths
 from ckptkit.store import Store, put_new
 
@@ -55,12 +57,15 @@ def finish_deletions(store: Store, remove_directory: Callable[[str], None]) -> N
     """Removes what deletions have left whose process has died, and nothing that any process writes or deletes now.
 
     Cost: two listings; for each that is found, the cost of `announced_deletions` and in a bucket three requests. Raises
-    `StoreError`, `OSError`.
+    `StoreError`.
     """
     if store.properties.file_system:
         left = {name: paths.step_of_name(name.rpartition("-")[0]) for name in store.list(paths.LEAVING_DIR)}
         live = announced_deletions(store, {step for step in left.values() if step is not None}) if left else ()
-        _empty_leaving(store, [name for name, step in left.items() if step not in live], remove_directory)
+        try:
+            _empty_leaving(store, [name for name, step in left.items() if step not in live], remove_directory)
+        except OSError as error:
+            raise StoreError(f"{error.filename or store.url}: {error.strerror or error}", path=store.url) from error
     if not store.properties.atomic_rename:
         for _, name in intents(store):
             _, step_name = paths.intent_of_name(name) or (0, "")
@@ -114,10 +119,11 @@ def _clean_disk(store: Store, epoch: int, remove_directory: Callable[[str], None
 def _empty_leaving(store: Store, names: Iterable[str], remove_directory: Callable[[str], None]) -> None:
     for name in names:
         place = f"{store.url}/{paths.LEAVING_DIR}/{name.rstrip('/')}"
-        if os.path.islink(place) or not os.path.isdir(place):
-            os.unlink(place)
-        else:
-            remove_directory(place)
+        with suppress(FileNotFoundError):  # another process removes it too: what it leaves is found the next time
+            if os.path.islink(place) or not os.path.isdir(place):
+                os.unlink(place)
+            else:
+                remove_directory(place)
 
 
 def _clean_bucket(store: Store, epoch: int) -> list[str]:

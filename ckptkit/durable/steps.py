@@ -46,6 +46,7 @@ from ckptkit.durable.write_part import DurableItem
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.job.coordination import Coordinator, ScopedCoordinator
+from ckptkit.model import paths
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store
@@ -246,6 +247,9 @@ class DurableSteps:
         self._meet_abandoned(save_id.step, ancestry)
         self.stock.known()
         self._identities[save_id.step] = self.seen[save_id.step] = save_id
+        if not self._store.properties.atomic_rename:  # of a deletion that was cut off: a prune would end it meanwhile
+            name = step_names(self._options).build_name(save_id.step)
+            self._store.delete(f"{paths.INTENTS_DIR}/{paths.going_name(name)}")
         self.stock.orbax.save(
             save_id.step,
             args=args[DEFAULT_ITEM] if default_item else ocp.args.Composite(**args),
@@ -348,7 +352,10 @@ class DurableSteps:
 
     def holds(self, save_id: SaveId) -> bool:
         """Whether the step is committed, and is this save. Cost: a listing and a small read."""
-        return save_id.step in self.steps() and self.save_id(save_id.step) == save_id
+        found = save_id.step in self.steps() and self.save_id(save_id.step) == save_id
+        if found:
+            self.seen[save_id.step] = save_id  # committed by a try that failed after that: it counts
+        return found
 
     def reload(self) -> None:
         """Lists the storage again. No save may be in flight."""

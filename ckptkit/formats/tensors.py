@@ -112,6 +112,7 @@ class Tensor:
         check_chunk(self.name, self.chunk_bytes, memory_bytes)
         if self.leaf.cell is None:
             return cell_shape(self.shape, self.shape, self.widest_bytes, limit)
+        check_chunk(self.name, math.prod(self._cell) * self.dtype.itemsize, memory_bytes)  # and what becomes of one
         return _grown(self._cell, self.shape, self.widest_bytes, limit)
 
     @property

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -76,10 +76,10 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     damaged: list[CorruptCheckpointError] = []
     with _with_notes(done, plan.problems, damaged), _leased(plan, timeout_s, notes) as kept:
         shield_records(target)
-        records = _Records(plan, target)
+        records, left = _Records(plan, target), _names_of_leftovers(target)
         for each in plan.steps:
             if each.act == "skip":
-                _drop_leftovers(each, target, timeout_s)
+                _drop_leftovers(each, target, left, timeout_s)
             if each.act == "copy":
                 copying = _Copying(each, plan.adoption, records, timeout_s, _shifted(progress, before, total))
                 try:
@@ -172,21 +172,29 @@ def _leased(plan: CopyPlan, timeout_s: float, notes: list[str]) -> Iterator[froz
         yield kept
 
 
-def _drop_leftovers(step: CopyStep, root: Store, timeout_s: float) -> None:
+def _names_of_leftovers(root: Store) -> set[str]:
+    """The steps of a root with an intent or a claim: in progress, or left by a copy that was killed. Cost: two listings
+    of a bucket or a mount. Raises `StoreError`."""
+    if root.properties.atomic_rename:
+        return set()
+    claims = set(root.list(paths.LEASES_DIR))
+    return {of[1] for _, each in intents(root) if (of := paths.intent_of_name(each)) is not None} | claims
+
+
+def _drop_leftovers(step: CopyStep, root: Store, left_of: Collection[str], timeout_s: float) -> None:
     """Deletes what a copy that was killed after its commit has left of itself: a lock, or its journal, intent and
     claim. Where another process makes the step now, these are not touched. Raises `StoreError`."""
     name = step.target.rpartition("/")[2]
     try:
         if root.properties.atomic_rename:
             if os.path.lexists(f"{root.url}/{_lock_name(name)}"):
-                with alone_at(Path(root.url), _lock_name(name), step.target):
+                with alone_at(Path(root.url), _lock_name(name), step.target), suppress(FileNotFoundError):
                     os.unlink(f"{root.url}/{_lock_name(name)}")
             return
         open_store(step.target, deadline_s=timeout_s).delete(JOURNAL)
-        left = _intents_of_copies(root, name)
-        if left or root.stat(f"{paths.LEASES_DIR}/{paths.claim_name(name)}") is not None:
+        if {name, paths.claim_name(name)} & set(left_of):
             with WriterClaim(root, name):
-                root.delete_many(left)
+                root.delete_many(_intents_of_copies(root, name))
     except StoreError:
         raise
     except CheckpointError:  # another process works there

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -242,7 +243,7 @@ def test_step_is_leased_by_any_of_its_names(root: Path, tmp_path: Path, monkeypa
     (tmp_path / "latest").symlink_to(root / "200")
     monkeypatch.chdir(root)
     found = {_step_of(name, 5.0) for name in ("200", str(tmp_path / "latest"), str(root / "200"))}
-    assert found == {(str(root), 200)}
+    assert found == {(str(root), 200, "200")}
 
 
 def test_status_file_is_checked_before_the_job_starts(ckpt: Run, tmp_path: Path) -> None:
@@ -253,3 +254,25 @@ def test_status_file_is_checked_before_the_job_starts(ckpt: Run, tmp_path: Path)
 
     write_whole(tmp_path / ("n" * 250), "x")
     assert (tmp_path / ("n" * 250)).read_text() == "x"
+
+
+def test_damage_under_the_name_of_a_step_is_no_deletion(ckpt: Run, tmp_path: Path) -> None:
+    """A leaf `w_0`, and a file `checkpoint_100`, end like steps: damage in them was told as a deletion."""
+    step = tmp_path / "run/100"
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+        ocp.Checkpointer(handler).save(tmp_path / "tree", {"w_0": np.arange(64.0)})
+        manager.save(100, args=ocp.args.StandardSave({"w_0": np.arange(64.0)}))
+        manager.wait_until_finished()
+    (tmp_path / "tree/w_0/0").write_bytes(b"x")
+    for data in step.rglob("d/*"):
+        data.write_bytes(b"x" * data.stat().st_size)
+    (tmp_path / "checkpoint_100").write_bytes(flax.serialization.msgpack_serialize({"w": np.arange(64.0)})[:-9])
+    for source in (tmp_path / "tree", step, tmp_path / "checkpoint_100"):
+        said = ckpt("convert", source, tmp_path / "m.npz")
+        assert (said.code, "was deleted" in said.err) == (11, False), (source, said.err)
+
+
+def test_missing_root_is_named_before_its_steps(ckpt: Run, tmp_path: Path) -> None:
+    """`inspect typo --step 3` answered that its steps are none."""
+    assert "there is no such root; check the path" in ckpt("inspect", tmp_path / "typo", "--step", 3).err

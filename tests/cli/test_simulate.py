@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.cli import main
+from tests.cli.conftest import Run
 
 QUICK = ["simulate", "--runs", "5", "--days", "3", "--hosts", "2000"]
 
@@ -103,3 +104,10 @@ def test_trace_excludes_other_failure_sources(tmp_path: Path, capsys: pytest.Cap
     assert "leave --mtbf-host-h" in capsys.readouterr().err
     assert main([*QUICK, "--trace", str(path), "--policy", "levels"]) == 0
     assert "Failures as in spot.json, gaps times 1" in capsys.readouterr().out
+
+
+def test_given_mtbf_is_the_one_that_is_shown(ckpt: Run) -> None:
+    """`--mtbf-host-h 300` printed the 6,000 hours of the default above its result."""
+    said = ckpt("simulate", "--mtbf-host-h", 300, "--hosts", 8, "--days", 1, "--runs", 2)
+    assert "No preset: 300 h between failures of a host, as given." in said.out
+    assert "6,000" not in said.out

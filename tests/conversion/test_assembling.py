@@ -21,7 +21,7 @@ from ckptkit.errors import CheckpointError, MergeError
 from ckptkit.formats import open_checkpoint
 from tests.cli.conftest import Run
 from tests.cli.conftest import ckpt as ckpt  # the fixture
-from tests.formats.writers import by_safetensors, flat, same_bits
+from tests.formats.writers import by_flax, by_safetensors, flat, same_bits
 
 RNG = np.random.default_rng(5)
 
@@ -58,6 +58,14 @@ def test_patterns_match_names_with_newlines(ckpt: Run, tmp_path: Path) -> None:
     source = by_safetensors(tmp_path / "a.safetensors", {"n\nl": np.arange(3.0), "a": {"b\n": np.arange(2)}})
     assert ckpt("extract", source, tmp_path / "p", "--only", "**", "--to", "npz").code == 0
     assert sorted(read(tmp_path / "p")) == ["a.b\n", "n\nl"]
+
+
+def test_slashes_name_a_subtree_too(ckpt: Run, tmp_path: Path) -> None:
+    """A path as Flax and Hugging Face write it was refused: only dots were accepted."""
+    tree = {"params": {"dense": {"kernel": np.arange(4.0)}, "other": np.ones(2)}}
+    source = by_flax(tmp_path / "a.msgpack", tree)
+    assert ckpt("extract", source, tmp_path / "p.npz", "--only", "params/dense").code == 0
+    assert list(read(tmp_path / "p.npz")) == ["params.dense.kernel"]
 
 
 def test_extract_applies_rules(ckpt: Run, tmp_path: Path) -> None:

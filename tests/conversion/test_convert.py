@@ -244,6 +244,9 @@ def test_cast_counts_the_wider_side(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match="chunks of 32768 bytes"):
             tensors["w"].block_shape(4 * 32768 - 1)
+    wider = cast({"w": _Source(np.zeros((64, 64), np.float32), (64, 64)).tensor}, [("w", "float64")])["w"]
+    with pytest.raises(CheckpointError, match="chunks of 32768 bytes"):  # what becomes of a chunk of 16 KiB
+        wider.block_shape(4 * 32768 - 1)
     plain = cast({"w": _Source(np.zeros((64, 64))).tensor}, [("w", "bfloat16")])["w"]
     assert max(box.size for box in plain.blocks(65536)) * 8 <= 65536 // 8
 
@@ -365,6 +368,15 @@ def test_leaf_is_used_by_one_rule_alone(ckpt: Run, tmp_path: Path, before: str, 
     said = ckpt("convert", source, tmp_path / "t.npz", "--to", "npz", "--map", tmp_path / "rules.toml")
     assert (said.code, "needs leaf b, which a rule has used before" in said.err) == (1, True), said.err
     assert not (tmp_path / "t.npz").exists()
+
+
+def test_arrays_without_dimensions_are_stacked(ckpt: Run, tmp_path: Path) -> None:
+    """Orbax gives them chunks without a size: the command ended with an internal error."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", {"a": np.float32(1), "b": np.float32(2)})
+    (tmp_path / "rules.toml").write_text('[[rule]]\nfrom = ["a", "b"]\nto = "s"\nstack = 0\n')
+    assert ckpt("convert", tmp_path / "a", tmp_path / "t.npz", "--map", tmp_path / "rules.toml").code == 0
+    assert_same_bits(read(tmp_path / "t.npz"), {"s": np.array([1, 2], np.float32)})
 
 
 def test_dry_run_writes_nothing_and_existing_target_is_kept(ckpt: Run, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.durable.cells import placed
 from ckptkit.durable.cells.ocdbt import Placed, places
 from ckptkit.durable.cells.reader import CellReader
 from ckptkit.model.durable_profile import DurableProfile
@@ -112,3 +113,22 @@ def test_tree_that_names_outside_files_is_not_followed(monkeypatch: pytest.Monke
         "b/0": Placed("ocdbt.process_1/d/abc", 0, 5),
         "h/0": b"xyz",
     }
+
+
+def test_few_data_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a hundred gigabytes has more data files than a process may have open."""
+    monkeypatch.setattr(placed, "_FILES_MAX", 2)
+    _save(tmp_path / "root", durable=DurableProfile(data_file_bytes=1 << 20))
+    assert len(_data_files(tmp_path / "root")) > 3
+    most = [0]
+    real = placed.PlacedCells._file
+
+    def watched(self: placed.PlacedCells, item: str, path: str) -> Any:
+        found = real(self, item, path)
+        most[0] = max(most[0], len(self._files))
+        return found
+
+    monkeypatch.setattr(placed.PlacedCells, "_file", watched)
+    (proof,) = ckptkit.verify(str(tmp_path / "root")).steps
+    assert (proof.state, most) == ("proven", [2])
+    _restore(tmp_path / "root")

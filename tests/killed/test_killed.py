@@ -48,7 +48,7 @@ def test_killed_command_is_completed_by_itself_and_harms_no_other(tmp_path: Path
     assert_nothing_is_found(tmp_path, medium, SHORT[medium])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("medium", MEDIA)
 def test_every_command_is_completed_after_a_few_points(tmp_path: Path, medium: str) -> None:
     """The same for the commands that the short test leaves out."""

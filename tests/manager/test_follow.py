@@ -88,8 +88,13 @@ for found in ckptkit.follow(sys.argv[1], poll_s=0.01, lease_s=float(sys.argv[2])
 """
 
 
-def test_killed_evaluator_holds_its_step_only_for_its_lease(tmp_path: Path) -> None:
-    """The bucket would fill up with what dead evaluators read."""
+@pytest.mark.parametrize("machine", ["this", "another"])
+def test_killed_evaluator_holds_its_step_only_for_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    """The bucket would fill up with what dead evaluators read. One of this machine is seen to have ended."""
+    if machine == "another":
+        monkeypatch.setattr(leases, "_has_ended", lambda _: None)
     with ckptkit.CheckpointManager(tmp_path, options=KEEP_ONE) as manager:
         save(manager, 1)
         command = [sys.executable, "-c", EVALUATOR, str(tmp_path), "1.0"]
@@ -99,8 +104,9 @@ def test_killed_evaluator_holds_its_step_only_for_its_lease(tmp_path: Path) -> N
             save(manager, 2)
             assert steps_on_disk(tmp_path) == [1, 2]
             evaluator.send_signal(signal.SIGKILL)
+            evaluator.wait()
         save(manager, 3)
-        assert steps_on_disk(tmp_path) == [1, 3]
+        assert steps_on_disk(tmp_path) == ([3] if machine == "this" else [1, 3])
         time.sleep(1.1)
         save(manager, 4)
         assert steps_on_disk(tmp_path) == [4]

@@ -246,3 +246,31 @@ def test_missing_read_permission_stops_a_restart(tmp_path: Path, monkeypatch: py
     found: Any = again.manager.restore(None, args=ocp.args.StandardRestore(state(0)))  # pyright: ignore[reportCallIssue]
     np.testing.assert_array_equal(found["w"], state(1)["w"])
     again.manager.close()
+
+
+def test_full_durable_disk_is_named_so(tmp_path: Path, mounts: Mounts) -> None:
+    """TensorStore's RESOURCE_EXHAUSTED was reported as a network that does not answer, and tried again."""
+    root = mounts.small(tmp_path / "disk", "1m") / "run"
+    with ckptkit.CheckpointManager(root) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": jnp.arange(1_000_000)}))  # pyright: ignore[reportCallIssue]
+        with pytest.raises(ckptkit.SaveFailedError, match="No space left on device; free some space") as caught:
+            manager.wait_until_finished()
+    chain: list[BaseException] = [caught.value]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    assert any(isinstance(error, ckptkit.StoreFullError) for error in chain), chain
+
+
+def test_root_that_cannot_be_written_names_what_can_be_done(tmp_path: Path, mounts: Mounts) -> None:
+    """The error was `ROOT/_ckptkit/probe: Read-only file system`, a file that nobody knows."""
+    job = Job(tmp_path)
+    assert job.save(1) == []
+    job.manager.close()
+    root = Path(job.manager._durable.url)
+    mounts.read_only(root)
+    with pytest.raises(ckptkit.CheckpointError, match=r"cannot be written \(Read-only file system\): make it writable"):
+        ckptkit.CheckpointManager(root)
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ckptkit.CheckpointManager(root, options=options) as manager:
+        found = manager.restore(None, args=ocp.args.StandardRestore(state(0)))  # pyright: ignore[reportCallIssue]
+    np.testing.assert_array_equal(found["w"], state(1)["w"])

@@ -193,6 +193,8 @@ def _job(flags: Mapping[str, Any]) -> _Job:
         if flags["system"] or flags["trace_hosts"]:
             raise ValueError("--system and --trace-hosts belong to --trace")
         mtbf_s, source = 3600.0 * start.mtbf_host_h / start.hosts, start.source
+        if flags["mtbf_host_h"] is not None:
+            source = f"{flags['preset'] or 'No preset'}: {start.mtbf_host_h:,g} h between failures of a host, as given."
         failures = sim.draw(
             runs=runs, horizon_s=horizon_s, mtbf_s=mtbf_s, shares=start.shares, shape=flags["shape"],
             outage_s=start.outage_s, seed=seed,

@@ -32,6 +32,7 @@ from ckptkit.util.disk_file import FileReads
 
 _RANGE_BYTES = 8 << 20  # of a request, unless one cell has more: several at a time are faster than one
 _GAP_BYTES = 1 << 20  # between two wanted ranges: read too, since another request costs more
+_FILES_MAX = 64  # open at a time, with three descriptors each: a process may have 1,024
 _KEYS_MAX = 500_000  # of a database whose places are read as a whole; of a larger one TensorStore finds those wanted
 
 _Item = dict[str, Placed | bytes]
@@ -88,7 +89,7 @@ class _Places:
 
 @lru_cache(maxsize=256)  # many leaves, few different documents
 def _is_plain(document: bytes, dtype: str, shape: tuple[int, ...], cell: tuple[int, ...]) -> bool:
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError, TypeError, RecursionError):  # TypeError: a dtype that zarr does not have
         return json.loads(document) == json.loads(zarr_text(dtype, shape, cell))
     return False
 
@@ -146,7 +147,10 @@ class PlacedCells:
             if key not in self._files:
                 self._files[key] = None  # once is enough for one that is not there
                 self._files[key] = FileReads(self._directory / item / path)
-            return self._files[key]
+            found = self._files[key]
+            if len(self._files) > _FILES_MAX:
+                del self._files[next(iter(self._files))]  # closed once nobody reads it
+            return found
 
 
 class _Range:

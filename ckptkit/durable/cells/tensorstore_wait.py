@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, TransientStoreError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, StoreFullError, TransientStoreError
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.paths import is_utf8
 from ckptkit.store import Store, open_store
@@ -28,6 +29,7 @@ _LEAST_WAIT_S = 1e-3  # what has ended is taken also when no time is left
 
 _T = TypeVar("_T")
 _DAMAGED = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION", "Error decoding", "Truncated")
+_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))  # which TensorStore calls RESOURCE_EXHAUSTED
 _TRANSIENT_ERRNOS = (
     errno.EAGAIN,
     errno.EINTR,
@@ -85,8 +87,9 @@ def awaited(
 ) -> list[Any]:
     """The results of TensorStore futures, which move `nbytes` together and need this permission.
 
-    Raises `StoreError` where a permission is refused, `TransientStoreError` where the service does not answer, fails
-    or takes longer than `DurableProfile.limit_s`; what else TensorStore raises, ValueError, as it is.
+    Raises `StoreError` where a permission is refused, `StoreFullError` for a full disk, `TransientStoreError` where the
+    service does not answer, fails or takes longer than `DurableProfile.limit_s`; what else TensorStore raises,
+    ValueError, as it is.
     """
     limit_s = profile.limit_s(nbytes)
     deadline = Deadline(limit_s)
@@ -114,6 +117,10 @@ def translated(operation: Callable[[], _T], where: str, needs: Needed = "get") -
             raise refused(where, text, needs=needs) from error
         if is_refusal(text):
             raise StoreError(f"{where}: {text}", path=where) from error
+        if full := [words for words in _FULL if words in text]:
+            raise StoreFullError(
+                f"{where}: {full[0]}; free some space or take another directory", path=where
+            ) from error
         if any(status in text for status in UNREACHABLE):
             raise TransientStoreError(f"{where}: {text}", path=where) from error
         raise

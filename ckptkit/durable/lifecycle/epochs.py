@@ -378,6 +378,14 @@ class EpochRecords:
                 f"{self._store.url} cannot be written: {error}; create the bucket, or correct its name",
                 path=self._store.url,
             ) from error
+        except StoreError as error:
+            if type(error) is not StoreError or not self._store.properties.file_system:  # these name a remedy
+                raise
+            raise StoreError(
+                f"{self._store.url} cannot be written ({str(error).rpartition(': ')[2]}): make it writable for this "
+                "user, or restore from it with CheckpointManagerOptions(read_only=True)",
+                path=self._store.url,
+            ) from error
         self._store.delete(key)
 
     def write(self, ancestry: Ancestry) -> None:

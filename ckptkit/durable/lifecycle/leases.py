@@ -227,7 +227,19 @@ def _has_ended(process: str) -> bool | None:
     *place, pid, _ = process.split(" ") if process.count(" ") == 3 else ("", "", "")
     if not pid.isdecimal() or place != _process_name(os.getpid()).split(" ")[:-2]:
         return None
-    return _process_name(int(pid)) != process
+    found = _process_name(int(pid))
+    return None if not found and _is_hidden(int(pid)) else found != process
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process is there of which the system shows nothing: of another user, where `/proc` hides those."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return not os.path.exists(f"/proc/{pid}/stat")
 
 
 class PruneGuard:

@@ -7,7 +7,7 @@ index object exists, since it could go stale: the listing itself is the truth.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -223,15 +223,28 @@ def deleted_step(url: str, *, timeout_s: float = _TIMEOUT_S) -> str | None:
     A reader that finds damage asks this before it reports it: a deletion is not damage. Cost: two
     listings, and what `announced_deletions` costs. Raises `StoreError`.
     """
-    root, _, name = url.rstrip("/").rpartition("/")
+    root, _, name = url.partition(": leaf ")[0].rstrip("/").rpartition("/")
     while root and not root.endswith(":/"):
         step = paths.step_of_name(name, temporary=False)
         place = Place.open(root, timeout_s=timeout_s)
-        if step is not None and place.names():
-            is_there = bool(place.below(name).names())
+        in_step = item_kind(place) is not None or paths.STEP_METADATA in place.names()
+        of_root = [
+            each for each in place.directories() if each == paths.SIDECAR_DIR or paths.step_of_name(each) is not None
+        ]
+        if step is not None and of_root and not in_step:
+            is_there = name in place.names() or bool(place.below(name).names())  # a file may have such a name
             return None if is_there and step not in announced_deletions(place.store, [step]) else f"{root}/{name}"
         root, _, name = root.rpartition("/")
     return None
+
+
+def are_deleted(root: str, steps: Collection[tuple[int, str]]) -> bool:
+    """Whether one of these steps of a root, each with its directory, is not there any more, or a process deletes it
+    now. Cost: a listing, and what `announced_deletions` costs. Raises `StoreError`."""
+    place = Place.open(root_url(root), timeout_s=_TIMEOUT_S)
+    there = set(place.directories())
+    gone = any(path.rpartition("/")[2] not in there for _, path in steps)
+    return gone or bool(announced_deletions(place.store, [step for step, _ in steps]))
 
 
 def step_in(root: str, step: int, *, timeout_s: float = _TIMEOUT_S) -> str:
@@ -240,7 +253,9 @@ def step_in(root: str, step: int, *, timeout_s: float = _TIMEOUT_S) -> str:
     Raises `StepNotFoundError` where it has none, with the steps that it has.
     """
     place = Place.open(root_url(root), timeout_s=timeout_s)
-    steps = read_root(place, read_ancestry(place)[0]).steps
+    in_root = read_root(place, read_ancestry(place)[0])
+    require_root(place, in_root)
+    steps = in_root.steps
     found = sorted((each for each in steps if each.step == step), key=lambda each: each.state != "committed")
     if not found:
         there = first_of(sorted({each.step for each in steps}, reverse=True), _NAMES_MAX) or "none"
