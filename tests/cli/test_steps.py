@@ -239,8 +239,8 @@ def test_hosts_with_slots_are_named(ckpt: Run, ours: Ours) -> None:
 def test_largest_groups_of_reads_come_first(ckpt: Run, ours: Ours) -> None:
     """The plan of a large model would be thousands of rows."""
     lines = ckpt("plan-restore", ours.root, "--depth", 1, "--top", 1).out.splitlines()
-    assert lines[-3].split() == ["group", "tier", "reads", "bytes"]
-    assert lines[-1].startswith("... and ")
+    assert lines[0].split() == ["group", "tier", "reads", "bytes"]
+    assert lines[2].startswith("... and ")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert", "diff"])

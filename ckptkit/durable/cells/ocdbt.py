@@ -6,11 +6,7 @@ keys one by one took 37 s of processor time, the nodes themselves 0.3 s.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
-from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -91,7 +87,6 @@ def _leaves(base: Any, finished: Finished, keys_max: int | None = None) -> Itera
             dumps = [ts.ocdbt.dump(base, location) for location, _ in some]
             for (_, prefix), dump in zip(some, dumps, strict=True):
                 node = finished(dump)
-                _release(node)
                 if node["height"] != height:
                     continue
                 if height:
@@ -109,56 +104,3 @@ def _children(node: Any, prefix: bytes, seen: set[str]) -> list[tuple[str, bytes
             seen.add(entry["location"])
             found.append((entry["location"], prefix + entry["subtree_common_prefix"]))
     return found
-
-
-def _release(node: dict[str, Any]) -> None:
-    """Takes back the reference too many that TensorStore (0.1.86) keeps to each part of a dump: a look at 200 steps of
-    4,000 leaves grew by 800 MiB. Cost: 2 microseconds for each part."""
-    if not _keeps_too_many():
-        return
-    for part in (*node, *node.values()):
-        if type(part) is list and sys.getrefcount(part) == _HELD + 1:
-            _let_go(part)
-    for entry in node["entries"]:
-        for part in (*entry, *entry.values()):
-            if type(part) in (str, bytes) and sys.getrefcount(part) == _HELD + 1:
-                _let_go(part)
-
-
-_let_go = ctypes.pythonapi.Py_DecRef
-_let_go.argtypes, _let_go.restype = [ctypes.py_object], None
-
-
-def _counts(holder: dict[str, Any]) -> list[int]:
-    counts: list[int] = []
-    for part in (*holder, *holder.values()):  # a loop as in `_release`: a comprehension may hold one reference more
-        counts.append(sys.getrefcount(part))
-    return counts
-
-
-_HELD = _counts({"".join(["ke", "y"]): bytes(bytearray(9))})[1]  # references to a part that nobody else has
-
-
-@cache
-def _keeps_too_many() -> bool:
-    """Whether this TensorStore does: in a dump of two entries their list, and every part of them, none of which is
-    shared, has one too many."""
-    with suppress(Exception):  # another form of dumps
-        return _sample_keeps_too_many()
-    return False
-
-
-def _sample_keeps_too_many() -> bool:
-    context = ts.Context()
-    base = ts.KvStore.open("memory://", context=context).result()
-    tree = ts.KvStore.open({"driver": "ocdbt", "base": "memory://"}, context=context).result()
-    for key in ("one", "two"):
-        tree.write(key, b"some value").result()
-    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
-    node = ts.ocdbt.dump(base, root).result()
-    of_parts, of_list = {count for each in node["entries"] for count in _counts(each)}, _counts(node)
-    return (
-        len(node["entries"]) == 2
-        and of_parts == {_HELD + 1}
-        and of_list[len(node) + list(node).index("entries")] == _HELD + 1
-    )
