@@ -17,7 +17,7 @@ export CKPTKIT_TARGET = $@
 .PHONY: setup setup-system setup-cluster setup-s3 setup-stranger demo demo-guard demo-certify test test-long test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli imports-campaign docs-session docs-dashboard broadcast-campaign simulator-campaign policy-campaign faults bench-all
-.PHONY: test-telemetry zoo pairs simulate-protocol book figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
+.PHONY: test-telemetry zoo pairs killed simulate-protocol book figures strangers strangers-ci test-wheel test-floor test-newest test-s3 test-others release
 
 # CONSTRAINTS: a file with releases that pip is not to go beyond.
 EXTRAS ?= trainer test lint
@@ -91,6 +91,10 @@ zoo: setup
 # Each pair of commands over one root, at every storage operation of the first one.
 pairs: setup
 	$(BIN)/python -m tests.pairs --full
+
+# Each command that writes, killed after every storage operation, on a disk and in the bucket.
+killed: setup
+	$(BIN)/python -m tests.killed --full
 
 # The protocol of saves and restores in simulated jobs under faults, from a seed on: SEEDS=100000 FIRST=0.
 simulate-protocol: setup

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -10,7 +9,6 @@ import click
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, KEEP, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.text import count_text, print_json, print_line, print_notes, print_part, size_text
-from ckptkit.durable.lifecycle.listing import are_deleted
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.upkeep import Usage
 from ckptkit.upkeep import usage as usage_of
@@ -41,8 +39,7 @@ def du(
     With --keep, also show the bytes that a pruning by these rules would free, without verifying any step. Changes
     nothing.
     """
-    host = fast_tiers(tiers, host_id)
-    found = _still(root, lambda: usage_of(root, tiers=tiers, host_id=host, deep=deep, timeout_s=timeout_s))
+    found = usage_of(root, tiers=tiers, host_id=fast_tiers(tiers, host_id), deep=deep, timeout_s=timeout_s)
     plan, problems = None, list(found.problems)
     if keep:
         try:
@@ -56,23 +53,12 @@ def du(
     return exit_with(problems)
 
 
-def _still(root: str, look: Callable[[], Usage]) -> Usage:
-    """The usage, looked at again where a step was deleted meanwhile: it would have damage, or no bytes."""
-    for _ in range(_LOOKS - 1):
-        found = look()
-        strange = found.problems or not all(each.stored_bytes for each in found.steps)
-        if not strange or not are_deleted(root, [(each.step, each.path) for each in found.steps]):
-            return found
-    return look()
-
-
 def _pruning(root: str, keep: tuple[Keep, ...], timeout_s: float) -> PrunePlan:
     from ckptkit.upkeep import plan_prune  # JAX and Orbax, which no other part of `du` needs
 
     return plan_prune(root, keep, unread=True, timeout_s=timeout_s)
 
 
-_LOOKS = 5  # at a root whose steps go meanwhile
 _ARENA_NUMBERS = ("saves", "slots", "bytes")
 _KINDS = ("arrays", "small", "metadata", "digests")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptkit.durable.commit import intents, remove_uncommitted
 from ckptkit.durable.lifecycle.delete import move_away
-from ckptkit.durable.lifecycle.leases import announced_deletions
+from ckptkit.durable.lifecycle.leases import announced_deletions, drop_dead
 from ckptkit.errors import StoreError
 from ckptkit.model import paths
 from ckptkit.store import Store, put_new
@@ -53,17 +53,19 @@ def clean_left(store: Store, epoch: int, remove_directory: Callable[[str], None]
     return cleaned if store.properties.atomic_rename else [*cleaned, *_clean_bucket(store, epoch)]
 
 
-def finish_deletions(store: Store, remove_directory: Callable[[str], None]) -> None:
-    """Removes what deletions have left whose process has died, and nothing that any process writes or deletes now.
+def finish_deletions(store: Store) -> None:
+    """Removes the leases and notices of processes that have died, and the rest of each step that they were deleting.
+    Removes nothing that any process writes, reads or deletes now.
 
-    Cost: two listings; for each that is found, the cost of `announced_deletions` and in a bucket three requests. Raises
-    `StoreError`.
+    Cost: that of `drop_dead`, and two listings; for each rest that of `announced_deletions`, and in a bucket three
+    requests. Raises `StoreError`.
     """
+    drop_dead(store)
     if store.properties.file_system:
         left = {name: paths.step_of_name(name.rpartition("-")[0]) for name in store.list(paths.LEAVING_DIR)}
         live = announced_deletions(store, {step for step in left.values() if step is not None}) if left else ()
         try:
-            _empty_leaving(store, [name for name, step in left.items() if step not in live], remove_directory)
+            _empty_leaving(store, [name for name, step in left.items() if step not in live], shutil.rmtree)
         except OSError as error:
             raise StoreError(f"{error.filename or store.url}: {error.strerror or error}", path=store.url) from error
     if not store.properties.atomic_rename:

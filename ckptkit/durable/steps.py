@@ -247,7 +247,8 @@ class DurableSteps:
         self._meet_abandoned(save_id.step, ancestry)
         self.stock.known()
         self._identities[save_id.step] = self.seen[save_id.step] = save_id
-        if not self._store.properties.atomic_rename:  # of a deletion that was cut off: a prune would end it meanwhile
+        if self._coordinator.process == 0 and not self._store.properties.atomic_rename:
+            # The sign of a deletion that was cut off: a prune would end that deletion during the save.
             name = step_names(self._options).build_name(save_id.step)
             self._store.delete(f"{paths.INTENTS_DIR}/{paths.going_name(name)}")
         self.stock.orbax.save(

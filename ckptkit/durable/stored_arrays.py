@@ -300,7 +300,7 @@ class StoredArray:
     def read(self, box: Box) -> np.ndarray:
         """The elements of a box. Raises `CorruptCheckpointError` for damage, `StoreError` for what cannot be
         reached."""
-        return finished(self._array()[box.slices()].read(), self._where, self._timeouts_s[1])
+        return self._finished(self._array()[box.slices()].read(), self._timeouts_s[1])
 
     def stored(self) -> tuple[tuple[int, ...], list[Box]]:
         """The shape of a chunk, and the boxes of those that exist. Cost: a listing of them; nothing of any is read.
@@ -308,7 +308,7 @@ class StoredArray:
         array = self._array()
         shape, chunk = self._leaf.shape or (), array.chunk_layout.write_chunk.shape
         found = []
-        for key in finished(array.kvstore.list(), self._where, self._timeouts_s[1]):
+        for key in self._finished(array.kvstore.list(), self._timeouts_s[1]):
             index = [int(number) for number in _INDEX.findall(key)]
             start = tuple(at * rows for at, rows in zip(index, chunk, strict=False))
             if len(index) == len(shape) and all(at < rows for at, rows in zip(start, shape, strict=True)):
@@ -325,6 +325,9 @@ class StoredArray:
     def _where(self) -> str:
         return f"{self._item.url}: leaf {self._leaf.name}"
 
+    def _finished(self, future: Any, timeout_s: float) -> Any:
+        return finished(future, self._where, timeout_s, path=self._item.url)
+
     def _open(self) -> Any:
         item, leaf = self._item, self._leaf
         kvstore: Any = base_of(f"{item.url}/{leaf.name}" if leaf.name else item.url)
@@ -333,7 +336,7 @@ class StoredArray:
         spec = {"driver": "zarr3" if self._layout.endswith("zarr3") else "zarr", "kvstore": kvstore, "open": True}
         if not self._fill_missing:
             spec["fill_missing_data_reads"] = False
-        array = finished(ts.open(spec, context=self._context), self._where, self._timeouts_s[0])
+        array = self._finished(ts.open(spec, context=self._context), self._timeouts_s[0])
         if tuple(array.shape) != leaf.shape:
             raise CorruptCheckpointError(f"{self._where} changed while it was read", path=item.url)
         return array

@@ -173,8 +173,8 @@ def _leased(plan: CopyPlan, timeout_s: float, notes: list[str]) -> Iterator[froz
 
 
 def _names_of_leftovers(root: Store) -> set[str]:
-    """The steps of a root with an intent or a claim: in progress, or left by a copy that was killed. Cost: two listings
-    of a bucket or a mount. Raises `StoreError`."""
+    """The steps with an intent and the names of the claims, in the records of a root in a bucket or on a mount: of
+    copies in progress, and of killed ones. Cost: two listings. Raises `StoreError`."""
     if root.properties.atomic_rename:
         return set()
     claims = set(root.list(paths.LEASES_DIR))

@@ -11,7 +11,15 @@ from urllib.parse import unquote
 
 from ckptkit.durable.cells.tensorstore_wait import base_of
 from ckptkit.durable.lifecycle.leases import PruneGuard, pin_reason, pinned_steps
-from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, StepState, read_ancestry, read_root, require_root
+from ckptkit.durable.lifecycle.listing import (
+    DurableStep,
+    RootSteps,
+    StepState,
+    are_deleted,
+    read_ancestry,
+    read_root,
+    require_root,
+)
 from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.records import FORMAT
@@ -26,6 +34,7 @@ from ckptkit.util.words import command_line
 UsageKind = Literal["arrays", "digests", "small", "metadata"]
 DeadKind = Literal["leftover", "abandoned", "quarantine", "stray", "unreferenced", "other"]
 
+_LOOKS = 5  # at a root whose steps are deleted meanwhile
 _METADATA = frozenset(
     {TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, paths.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"}
 )
@@ -116,12 +125,22 @@ class Usage:
 def usage(
     root: str, *, tiers: Sequence[str] = (), host_id: str | None = None, deep: bool = False, timeout_s: float = 20.0
 ) -> Usage:
-    """Where the bytes are. Reads no array, takes no lock, writes nothing.
+    """Where the bytes are. Reads no array, takes no lock, writes nothing. If a step is deleted meanwhile, which
+    would seem damaged or empty, the root is looked at again.
 
     `deep` looks for files of OCDBT databases that nothing refers to (one read per node of each database).
     Cost: one listing per directory, a small read per step. Raises `StepNotFoundError` if the root does not exist,
     `StoreError` if it cannot be reached.
     """
+    for _ in range(_LOOKS - 1):
+        found = _usage(root, tiers, host_id, deep, timeout_s)
+        strange = found.problems or not all(each.stored_bytes for each in found.steps)
+        if not strange or not are_deleted(root, [(each.step, each.path) for each in found.steps]):
+            return found
+    return _usage(root, tiers, host_id, deep, timeout_s)
+
+
+def _usage(root: str, tiers: Sequence[str], host_id: str | None, deep: bool, timeout_s: float) -> Usage:
     place = Place.open(root_url(root), timeout_s=timeout_s)
     place.names()  # first: its error names the root itself
     ancestry, problems = read_ancestry(place)

@@ -76,7 +76,7 @@ def _found(place: Place, step: int, step_prefix: str | None) -> tuple[list[Durab
             step=step,
             path=place.url,
         )
-    return found, [*problems]
+    return found, problems
 
 
 def unpin(root: str, step: int, *, dry_run: bool = False, timeout_s: float = 20.0) -> Pinning:

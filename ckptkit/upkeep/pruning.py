@@ -17,7 +17,7 @@ from ckptkit.durable.abandoned import finish_deletions
 from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, drop_dead, pinned_steps
+from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root, require_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.read_step import DurableReader
@@ -191,8 +191,7 @@ def prune(plan: PrunePlan, *, wait_s: float = 0.0, timeout_s: float = 20.0) -> P
     Raises `CheckpointError` where the plan does not hold any more, `StoreError` where a step cannot be deleted.
     """
     store = open_store(plan.root, deadline_s=timeout_s)
-    drop_dead(store)
-    finish_deletions(store, shutil.rmtree)
+    finish_deletions(store)
     if not plan.doomed:
         return replace(plan, done=True)
     numbers = [each.step for each in plan.doomed]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, Literal, final
 from ckptkit.durable.abandoned import finish_deletions
 from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions, drop_dead, pinned_steps
+from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root, require_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
@@ -235,9 +234,7 @@ class _Scrubber:
         try:
             if self._repair:
                 clean_repairs(self._place.url)
-                store = open_store(self._place.url, deadline_s=self._timeout_s)
-                drop_dead(store)
-                finish_deletions(store, shutil.rmtree)  # of a step that a killed repair has put aside
+                finish_deletions(open_store(self._place.url, deadline_s=self._timeout_s))  # of a killed repair, too
             for each in damaged:
                 treatments.append(self._treat(each))
         except (OSError, StoreError) as error:

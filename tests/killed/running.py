@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 
 from tests.roots.kinds import quiet
-
-Main = Callable[[Sequence[str]], int]
+from tests.roots.running import Main as Main
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

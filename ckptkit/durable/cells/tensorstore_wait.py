@@ -135,13 +135,14 @@ def undamaged(operation: Callable[[], _T], url: str, where: str) -> _T:
         raise CorruptCheckpointError(f"{where}: {words_of(error)}", path=url) from error
 
 
-def finished(future: Any, where: str, timeout_s: float) -> Any:
-    """The result of one future, within a limit of the caller's own. Raises as `undamaged`, and `TransientStoreError`
-    if it takes longer."""
+def finished(future: Any, where: str, timeout_s: float, *, path: str | None = None) -> Any:
+    """The result of one future, within a limit of the caller's own. `path` is that of its errors, if `where` has more
+    words than a path. Raises as `undamaged`, and `TransientStoreError` if it takes longer."""
+    path = path or where
     try:
-        return undamaged(lambda: future.result(timeout=timeout_s), where, where)
+        return undamaged(lambda: future.result(timeout=timeout_s), path, where)
     except TimeoutError as error:
-        raise TransientStoreError(f"{where}: no answer within {timeout_s:g} s; try again", path=where) from error
+        raise TransientStoreError(f"{where}: no answer within {timeout_s:g} s; try again", path=path) from error
 
 
 def words_of(error: BaseException) -> str:

@@ -381,9 +381,10 @@ class EpochRecords:
         except StoreError as error:
             if type(error) is not StoreError or not self._store.properties.file_system:  # these name a remedy
                 raise
+            why = getattr(error.__cause__, "strerror", None) or error
             raise StoreError(
-                f"{self._store.url} cannot be written ({str(error).rpartition(': ')[2]}): make it writable for this "
-                "user, or restore from it with CheckpointManagerOptions(read_only=True)",
+                f"{self._store.url} cannot be written ({why}): make it writable for this user, or restore from it with "
+                "CheckpointManagerOptions(read_only=True)",
                 path=self._store.url,
             ) from error
         self._store.delete(key)

@@ -220,22 +220,23 @@ def deleted_step(url: str, *, timeout_s: float = _TIMEOUT_S) -> str | None:
     """The step directory that a path is in, where its root has it no more or a process deletes it now; None where it is
     there, or the path is in no step.
 
-    A reader that finds damage asks this before it reports it: a deletion is not damage. Cost: two
-    listings, and what `announced_deletions` costs. Raises `StoreError`.
+    A reader that finds damage asks this before it reports it: a deletion is not damage. Cost: two listings, and what
+    `announced_deletions` costs. Raises `StoreError`.
     """
-    root, _, name = url.partition(": leaf ")[0].rstrip("/").rpartition("/")
+    root, _, name = url.rstrip("/").rpartition("/")
     while root and not root.endswith(":/"):
         step = paths.step_of_name(name, temporary=False)
         place = Place.open(root, timeout_s=timeout_s)
         in_step = item_kind(place) is not None or paths.STEP_METADATA in place.names()
-        of_root = [
-            each for each in place.directories() if each == paths.SIDECAR_DIR or paths.step_of_name(each) is not None
-        ]
-        if step is not None and of_root and not in_step:
+        if step is not None and not in_step and _may_be_root(place):
             is_there = name in place.names() or bool(place.below(name).names())  # a file may have such a name
             return None if is_there and step not in announced_deletions(place.store, [step]) else f"{root}/{name}"
         root, _, name = root.rpartition("/")
     return None
+
+
+def _may_be_root(place: Place) -> bool:
+    return any(each == paths.SIDECAR_DIR or paths.step_of_name(each) is not None for each in place.directories())
 
 
 def are_deleted(root: str, steps: Collection[tuple[int, str]]) -> bool:
