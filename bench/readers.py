@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.fault_places import OURS as OURS_UNDER_FAULTS
 from bench.figures import GPU_FIGURES, median
-from bench.row import PEERS, Range, Row, measured, spread_of
+from bench.row import PEERS, Range, Row, ends_of, measured, spread_of
 
 
 def _faults(result: Mapping[str, Any]) -> Iterable[Row]:
@@ -323,6 +323,7 @@ def _inspect(result: Mapping[str, Any]) -> Iterable[Row]:
             peer=median([each["call_s"] for each in samples.get("orbax", ())]),
             peer_name="orbax_call" if "orbax" in samples else "",
             peer_spread=spread_of([each["call_s"] for each in samples.get("orbax", ())]),
+            peer_ends=ends_of([each["call_s"] for each in samples.get("orbax", ())]),
         )
         yield Row(
             benchmark="inspect",
@@ -333,6 +334,7 @@ def _inspect(result: Mapping[str, Any]) -> Iterable[Row]:
             peer=median([each["cpu_s"] for each in samples.get("orbax", ())]),
             peer_name="orbax_call" if "orbax" in samples else "",
             peer_spread=spread_of([each["cpu_s"] for each in samples.get("orbax", ())]),
+            peer_ends=ends_of([each["cpu_s"] for each in samples.get("orbax", ())]),
         )
 
 
@@ -383,6 +385,7 @@ def _gpu(result: Mapping[str, Any]) -> Iterable[Row]:
                     peer=peers.get(best),
                     peer_name=best,
                     peer_spread=spread_of(found[best][figure]) if best else None,
+                    peer_ends=ends_of(found[best][figure]) if best else None,
                     limit=limit,
                     limit_name="" if limit is None else "one transfer of pinned memory",
                 )

@@ -13,20 +13,15 @@ from bench.rows import RESULTS, by_figure_of, newest_results, rows_of
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- figures: `make figures` writes what is between these lines -->", "<!-- end of figures -->"
-# The rows of the README, as sentences; the rest is in the report.
+# The rows of the README, as sentences; the rest is in the report. One of them is a row in which ckptkit loses.
 README_FIGURES = {
     ("gpu", "loss_s"): "A save delays a loop on a GPU",
     ("gpu", "committed_s"): "From `save` on a GPU to the commit on the ramdisk",
     ("gpu", "restore_s"): "Restore to a GPU from the ramdisk, every byte verified",
-    ("faults", "goodput"): "Share of the time that trained the model, while faults were injected",
-    ("faults", "resume_s"): "From a killed process to its next training step",
     ("faults", "wrong_runs"): "Trainings with injected bit flips that ended with wrong bits",
-    ("stall", "stall_ms_per_save"): "A save delays a loop that keeps all cores busy, on CPU devices",
-    ("stall", "stall_idle_ms_per_save"): "The same, step leaves cores idle",
-    ("stall", "blocking_ms.in_flight"): "`save` holds its caller while the step that makes the state still runs",
-    ("commit", "commit_gbps"): "From `save` to the commit on the ramdisk",
-    ("restore", "restore_gbps"): "Restore from the ramdisk, every byte verified",
-    ("hosts", "next_step_s"): "From a lost host to the next step, on a spare host",
+    ("faults", "resume_s"): "From a killed process to its next training step",
+    ("commit", "commit_gbps"): "From `save` to the commit on the ramdisk, CPU devices",
+    ("stall", "blocking_ms.in_flight"): "`save` holds its caller while a step still runs, CPU devices",
     ("durable", "bucket_save_requests"): "Requests of a save to a bucket",
 }
 _STATES = {
@@ -52,15 +47,13 @@ def readme_table(rows: Sequence[Row]) -> str:
     """The rows that the README shows, in words: units in the cells, and which side is better."""
     by_figure = by_figure_of(rows)
     shown: list[Row] = []
-    lines = ["| what | state | ckptkit | best of stock Orbax | torch DCP | limit | against Orbax |", f"|{'---|' * 7}"]
+    lines = ["| what | state | ckptkit | best of stock Orbax | against Orbax |", f"|{'---|' * 5}"]
     for key, sentence in README_FIGURES.items():
         if row := by_figure.get(key):
             shown.append(row)
             found = (
                 _amount(row, row.ours, "", row.spread),
                 _amount(row, row.peer, row.peer_name, row.peer_spread),
-                _amount(row, row.torch, ""),
-                _amount(row, row.limit, row.limit_name),
             )
             lines.append(f"| {' | '.join((sentence, _state_in_words(row), *found, _verdict(row)))} |")
     return "\n".join([*lines, "", _when(shown)]) + "\n"
@@ -124,21 +117,20 @@ def report(rows: Sequence[Row]) -> str:
     parts = [
         "# Results of the benchmarks\n",
         "Written by `make figures` from `bench/results`; no figure is typed by hand. All values are medians. "
-        '"Stock Orbax" is the fastest way of stock Orbax that was measured, and the ratio is over it. "Torch DCP" is '
-        '`torch.distributed.checkpoint`. "Limit" is one plain copy on this machine (for `faults`: a checkpoint that '
-        "costs nothing). It is 0 where the copy can run while the step computes elsewhere. Where a contender was "
-        'faster than the plain copy, it is that contender, with its name. "n" is the number of samples of ckptkit. '
-        "In parentheses: the least to the greatest sample, where there are fewer than five, or where they lie further "
-        'apart than the median is large. "only" before a name: no other way of stock Orbax was measured there. The '
-        "sections are from different days and commits. "
-        "Methods and negative results: "
-        "[LOG.md](LOG.md).\n",
+        '"Stock Orbax" is the fastest way of stock Orbax that was measured ("only": the only one). The ratio is '
+        "ckptkit over it, and is left out where the samples of the two overlap. "
+        '"Torch DCP" is `torch.distributed.checkpoint`. "Limit" is one plain copy on this machine, 0 where the copy can '
+        "run while the step computes elsewhere, and for `faults` a checkpoint that costs nothing. A contender that was "
+        'faster than the plain copy is the limit, with its name. "n" is the number of samples of ckptkit. In '
+        "parentheses is the range of samples that are few or scattered. A column that a section does not need is left "
+        "out. [Methods](../docs/BENCHMARKS.md), [history and negative results](LOG.md).\n",
     ]
     for benchmark, group in groupby(rows, key=lambda row: row.benchmark):
         own = list(group)
         parts.append(f"## {benchmark}\n")
         parts.append(_sources(own))
-        parts.append(_table((f"`{row.figure}`: {row.meaning}", row) for row in own))
+        parts += _meanings(own)
+        parts.append(_table(own))
         if (RESULTS / f"{benchmark}.png").exists():
             parts.append(f"![{benchmark}](results/{benchmark}.png)\n")
     return "\n".join(parts)
@@ -157,22 +149,31 @@ def _sources(rows: Sequence[Row]) -> str:
     return "\n".join(told if len(told) == 1 else (f"- {line}" for line in told)) + "\n"
 
 
-def _table(rows: Iterable[tuple[str, Row]]) -> str:
-    lines = ["| what | state | ckptkit | stock Orbax | torch DCP | limit | ratio | n |", f"|{'---|' * 8}"]
-    for label, row in rows:
-        ours, peer, torch, limit = (
-            _cell(row, value, name, spread)
-            for value, name, spread in (
-                (row.ours, "", row.spread),
-                (row.peer, row.peer_name, row.peer_spread),
-                (row.torch, row.torch_name, None),
-                (row.limit, row.limit_name, None),
-            )
-        )
-        ratio = "-" if row.ratio is None else f"{row.ratio:.2g}"
-        told = f"{label}, {unit}" if (unit := _unit(row.figure)) else label
-        cells = (told, row.case, ours, peer, torch, limit, ratio, str(row.samples))
-        lines.append(f"| {' | '.join(cells)} |")
+def _meanings(rows: Sequence[Row]) -> list[str]:
+    """The meaning of each figure of a section, once, in the order of the rows."""
+    told = {row.figure: f"{row.meaning.removeprefix('ckptkit: ')}{_with_comma(_unit(row.figure))}" for row in rows}
+    return ["\n".join(f"- `{figure}`: {meaning}" for figure, meaning in told.items()) + "\n"]
+
+
+def _with_comma(unit: str) -> str:
+    return f", {unit}" if unit else ""
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """A row for each figure and state; a column in which every cell is empty is left out."""
+    found: list[tuple[str, list[str]]] = [
+        ("figure", [f"`{row.figure}`" for row in rows]),
+        ("state", [row.case for row in rows]),
+        ("ckptkit", [_cell(row, row.ours, "", row.spread) for row in rows]),
+        ("stock Orbax", [_cell(row, row.peer, row.peer_name, row.peer_spread) for row in rows]),
+        ("torch DCP", [_cell(row, row.torch, row.torch_name, None) for row in rows]),
+        ("limit", [_cell(row, row.limit, row.limit_name, None) for row in rows]),
+        ("ratio", ["-" if row.ratio is None else f"{row.ratio:.2g}" for row in rows]),
+        ("n", [str(row.samples) for row in rows]),
+    ]
+    columns = [(name, cells) for name, cells in found if set(cells) != {"-"}]
+    lines = [f"|{'|'.join(name for name, _ in columns)}|", f"|{'---|' * len(columns)}"]
+    lines += [f"|{'|'.join(cells)}|" for cells in zip(*(cells for _, cells in columns), strict=True)]
     return "\n".join(lines) + "\n"
 
 

@@ -53,9 +53,11 @@ class Row:
     meaning: str
     ours: float
     spread: Range | None = None  # of our samples, where one median is not enough
+    ends: Range | None = None  # the least and the greatest of our samples
     peer: float | None = None
     peer_name: str = ""
     peer_spread: Range | None = None
+    peer_ends: Range | None = None
     torch: float | None = None
     torch_name: str = ""  # of the better one where there are several
     limit: float | None = None
@@ -65,8 +67,18 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the peer's; None if it has no meaning: a difference of two times may be below zero."""
-        return self.ours / self.peer if self.peer is not None and self.peer > 0 and self.ours >= 0 else None
+        """Ours over the peer's. None if it has no meaning: samples of a difference of two times may be below zero, and
+        samples whose ranges overlap show no difference."""
+        least = min((self.ours, *(self.ends or self.spread or ())))
+        if self.peer is None or self.peer <= 0 or least < 0 or self.overlaps:
+            return None
+        return self.ours / self.peer
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a sample of one side lies within the range of the other one."""
+        ours, peers = self.ends or self.spread, self.peer_ends or self.peer_spread
+        return bool(ours and peers and ours[0] <= peers[1] and peers[0] <= ours[1] and len({*ours, *peers}) > 1)
 
 
 def spread_of(samples: Sequence[float]) -> Range | None:
@@ -77,6 +89,12 @@ def spread_of(samples: Sequence[float]) -> Range | None:
     return (least, most) if len(samples) < ENOUGH or most - least > abs(median(samples)) else None
 
 
+def ends_of(samples: Sequence[float]) -> Range | None:
+    """The least and the greatest of several samples."""
+    return (min(samples), max(samples)) if len(samples) > 1 else None
+
+
 def measured(samples: Sequence[float]) -> dict[str, Any]:
     """The fields of a row that follow from our samples."""
-    return {"ours": median(samples), "spread": spread_of(samples), "samples": len(samples)}
+    ends = ends_of(samples)
+    return {"ours": median(samples), "spread": spread_of(samples), "ends": ends, "samples": len(samples)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.figures import FIGURES, OPTIONAL_CONTENDERS, STRATEGIES, median
 from bench.readers import READERS
-from bench.row import PEERS, Row, Source, measured, spread_of
+from bench.row import PEERS, Row, Source, ends_of, measured, spread_of
 
 RESULTS = Path(__file__).parent / "results"
 _OURS, _TORCH = "ckptkit", tuple(OPTIONAL_CONTENDERS)
@@ -108,6 +108,7 @@ def _row_of(benchmark: str, case: str, figure: str, suffix: str, by_name: Mappin
         peer=peers.get(best),
         peer_name=best,
         peer_spread=spread_of(by_name[best]) if best else None,
+        peer_ends=ends_of(by_name[best]) if best else None,
         torch=torch.get(torch_best),
         torch_name=torch_best if len(torch) > 1 else "",
         limit=all_of_them[fastest] if beaten else limit,
