@@ -119,7 +119,7 @@ def report(rows: Sequence[Row]) -> str:
         "Written by `make figures` from `bench/results`; no figure is typed by hand. All values are medians. "
         '"Stock Orbax" is the fastest way of stock Orbax that was measured ("only": the only one). The ratio is '
         "ckptkit over it, and is left out where the samples of the two overlap. "
-        '"Torch DCP" is `torch.distributed.checkpoint`. "Limit" is one plain copy on this machine, 0 where the copy can '
+        '"Torch DCP" is `torch.distributed.checkpoint`. "Limit" is one plain copy on this machine, 0 where it can '
         "run while the step computes elsewhere, and for `faults` a checkpoint that costs nothing. A contender that was "
         'faster than the plain copy is the limit, with its name. "n" is the number of samples of ckptkit. In '
         "parentheses is the range of samples that are few or scattered. A column that a section does not need is left "
