@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -144,9 +145,14 @@ def _sources(rows: Sequence[Row]) -> str:
     told = []
     for source, states in cases.items():
         busy = ": other work ran, times are an indication" if (source.load or 0.0) >= _BUSY else ""
-        of = f" ({'; '.join(states)})" if len(cases) > 1 else ""
+        of = f" ({_some(list(states))})" if len(cases) > 1 else f" ({'; '.join(states)})" if len(states) == 1 else ""
         told.append(f"Measured {source}{busy}{of}.")
     return "\n".join(told if len(told) == 1 else (f"- {line}" for line in told)) + "\n"
+
+
+def _some(states: list[str]) -> str:
+    """The states of a result; of many the first."""
+    return "; ".join(states) if len(states) <= 3 else f"{states[0]} and {len(states) - 1} more"
 
 
 def _meanings(rows: Sequence[Row]) -> list[str]:
@@ -171,7 +177,8 @@ def _table(rows: Sequence[Row]) -> str:
         ("ratio", ["-" if row.ratio is None else f"{row.ratio:.2g}" for row in rows]),
         ("n", [str(row.samples) for row in rows]),
     ]
-    columns = [(name, cells) for name, cells in found if set(cells) != {"-"}]
+    alone = len({row.case for row in rows}) == 1  # then the line above the table has the state
+    columns = [(name, cells) for name, cells in found if set(cells) != {"-"} and not (alone and name == "state")]
     lines = [f"|{'|'.join(name for name, _ in columns)}|", f"|{'---|' * len(columns)}"]
     lines += [f"|{'|'.join(cells)}|" for cells in zip(*(cells for _, cells in columns), strict=True)]
     return "\n".join(lines) + "\n"
@@ -180,8 +187,8 @@ def _table(rows: Sequence[Row]) -> str:
 def _cell(row: Row, value: float | None, name: str, spread: Range | None) -> str:
     if value is None:
         return "-"
-    ends = f"{_number(row, spread[0])} to {_number(row, spread[1])}" if spread else ""
-    notes = "; ".join(filter(None, (name, ends)))
+    least, most = map(partial(_number, row), spread or (value, value))
+    notes = "; ".join(filter(None, (name, "" if least == most else f"{least} to {most}")))
     return f"{_number(row, value)} ({notes})" if notes else _number(row, value)
 
 
