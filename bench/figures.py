@@ -14,9 +14,9 @@ BLOCKING_PARTS = ("ready", "in_flight")  # the state at rest, and a long step th
 
 FIGURES: Mapping[str, str] = {
     "blocking_ms.ready": "time that save holds the caller, state at rest",
-    "blocking_ms.in_flight": "the same, with the step that makes the state still running",
-    "stall_ms_per_save": "loop compute: with a save minus without",
-    "stall_idle_ms_per_save": "loop idle_host: with a save minus without",
+    "blocking_ms.in_flight": "time that save holds the caller while the step that makes the state still runs",
+    "stall_ms_per_save": "a loop that keeps all cores busy, with a save minus without",
+    "stall_idle_ms_per_save": "a loop whose steps only wait, with a save minus without",
     "cpu_s_per_gb": "processor time (user and system) of a save until it is committed",
     "commit_gbps": "state bytes / time from save to committed",
     "restore_gbps": "state bytes / time from restore to arrays that are ready",

@@ -157,7 +157,12 @@ def _some(states: list[str]) -> str:
 
 def _meanings(rows: Sequence[Row]) -> list[str]:
     """The meaning of each figure of a section, once, in the order of the rows."""
-    told = {row.figure: f"{row.meaning.removeprefix('ckptkit: ')}{_with_comma(_unit(row.figure))}" for row in rows}
+    told: dict[str, str] = {}
+    for row in rows:
+        base = told.get(row.figure.rpartition(".")[0], "").rpartition(",")[0]
+        meaning = row.meaning.removeprefix("ckptkit: ")
+        own = meaning.removeprefix(f"{base}, ") if base else f"{meaning}{_with_comma(_unit(row.figure))}"
+        told.setdefault(row.figure, own)
     return ["\n".join(f"- `{figure}`: {meaning}" for figure, meaning in told.items()) + "\n"]
 
 
