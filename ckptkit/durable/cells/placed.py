@@ -19,7 +19,8 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.ocdbt import Placed, places
+from ckptkit.durable.cells.ocdbt import places
+from ckptkit.durable.cells.ocdbt_node import Placed
 from ckptkit.durable.cells.reader import HEAD_BYTES, Wanted, copied_plain, may_be_encoded
 from ckptkit.durable.cells.tensorstore_wait import awaited, base_of
 from ckptkit.durable.cells.writer import cell_key, kvstore_context, zarr_text
