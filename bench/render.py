@@ -124,7 +124,7 @@ def report(rows: Sequence[Row]) -> str:
         "run while the step computes elsewhere, and for `faults` a checkpoint that costs nothing. A contender that was "
         'faster than the plain copy is the limit, with its name. "n" is the number of samples of ckptkit. In '
         "parentheses is the range of samples that are few or scattered. A column that a section does not need is left "
-        "out. [Methods](../docs/BENCHMARKS.md), [history and negative results](LOG.md).\n",
+        'out. "Busy": other work ran, so times are an indication. [Methods](../docs/BENCHMARKS.md), [history and negative results](LOG.md).\n',
     ]
     for benchmark, group in groupby(rows, key=lambda row: row.benchmark):
         own = list(group)
@@ -144,7 +144,7 @@ def _sources(rows: Sequence[Row]) -> str:
         cases.setdefault(row.source, {})[row.case] = None
     told = []
     for source, states in cases.items():
-        busy = ": other work ran, times are an indication" if (source.load or 0.0) >= _BUSY else ""
+        busy = ", busy" if (source.load or 0.0) >= _BUSY else ""
         of = f" ({_some(list(states))})" if len(cases) > 1 else f" ({'; '.join(states)})" if len(states) == 1 else ""
         told.append(f"Measured {source}{busy}{of}.")
     return "\n".join(told if len(told) == 1 else (f"- {line}" for line in told)) + "\n"
