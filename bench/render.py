@@ -124,7 +124,8 @@ def report(rows: Sequence[Row]) -> str:
         "run while the step computes elsewhere, and for `faults` a checkpoint that costs nothing. A contender that was "
         'faster than the plain copy is the limit, with its name. "n" is the number of samples of ckptkit. In '
         "parentheses is the range of samples that are few or scattered. A column that a section does not need is left "
-        'out. "Busy": other work ran, so times are an indication. [Methods](../docs/BENCHMARKS.md), [history and negative results](LOG.md).\n',
+        'out. "Busy": other work ran, so times are an indication. '
+        "[Methods](../docs/BENCHMARKS.md), [history and negative results](LOG.md).\n",
     ]
     for benchmark, group in groupby(rows, key=lambda row: row.benchmark):
         own = list(group)
