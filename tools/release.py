@@ -1,7 +1,7 @@
 """Builds a release and checks it: `make release`, or `python -m tools.release --into dist`. Uploads and tags nothing.
 
 It refuses a tree with changes that are not committed, a version whose section of CHANGELOG.md is missing, empty or
-"(unreleased)", and a version whose tag exists. Then it builds wheel and sdist from the commit alone.
+"(unreleased)", files in changes/ that no section has, and a version whose tag exists. Then it builds wheel and sdist from the commit alone.
 It checks each in a fresh environment of every Python from 3.11 to 3.14 that this machine has: dependencies from the
 registry, a save, a restore, `inspect` and `verify`. A Python that is missing is named.
 
@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+
+from tools.changes import change_files
 
 ROOT = Path(__file__).parents[1]
 MINORS = (11, 12, 13, 14)
@@ -63,6 +65,10 @@ def refusals(root: Path) -> list[str]:
         found.append(f"CHANGELOG.md has nothing below {version}: write what changed for users")
     elif "(unreleased)" in own.partition("\n")[0]:
         found.append(f"CHANGELOG.md calls {version} unreleased: write the date instead")
+    if waiting := change_files(root):
+        found.append(
+            f"changes/ has {len(waiting)} files that are in no section: python -m tools.changes {version} DATE"
+        )
     if call("git", "tag", "--list", f"v{version}", cwd=root):
         found.append(f"the tag v{version} exists: raise __version__ in ckptkit/__init__.py")
     return found

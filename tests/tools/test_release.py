@@ -39,7 +39,15 @@ def rewrite(name: str, old: str, new: str) -> Change:
     return change
 
 
+def add_change(root: Path) -> None:
+    (root / "changes").mkdir()
+    (root / "changes" / "restore-fast.md").write_text("Faster\nA restore.\n")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "a change")
+
+
 REFUSED: dict[str, Change] = {
+    "changes/ has 1 files that are in no section": add_change,
     "1 files are changed or new, the first is notes.txt": lambda root: (root / "notes.txt").write_text("new"),
     "CHANGELOG.md has no section 0.4.0": rewrite("ckptkit/__init__.py", "0.3.0", "0.4.0"),
     "CHANGELOG.md has nothing below 0.3.0": rewrite("CHANGELOG.md", "- New.\n", ""),
