@@ -1,7 +1,8 @@
 """Builds a release and checks it: `make release`, or `python -m tools.release --into dist`. Uploads and tags nothing.
 
 It refuses a tree with changes that are not committed, a version whose section of CHANGELOG.md is missing, empty or
-"(unreleased)", files in changes/ that no section has, and a version whose tag exists. Then it builds wheel and sdist from the commit alone.
+"(unreleased)", files in changes/ that no section has, and a version whose tag exists. Then it builds wheel and sdist
+from the commit alone.
 It checks each in a fresh environment of every Python from 3.11 to 3.14 that this machine has: dependencies from the
 registry, a save, a restore, `inspect` and `verify`. A Python that is missing is named.
 
