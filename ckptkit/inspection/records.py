@@ -156,13 +156,15 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Every step of a root over the tiers that were looked at, ascending."""
+    """Every step of a root over the tiers that were looked at, ascending. `names` are the runs' own names of tiers
+    (`ram`, `ssd`), by their directories, where a save records them."""
 
     root: str
     host_id: str
     steps: tuple[StepEntry, ...]
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
