@@ -74,8 +74,8 @@ def show_outlook(found: Outlook, leaves: bool = False, top: int | None = None, d
         print_line("  stock Orbax wrote it: its own handlers read it, and nothing of it is proven")
         return
     for tier, read_bytes in found.plan.bytes_by_tier().items():
-        leaves = {read.key for read in found.plan.reads if _tier_of(found.plan, read) == tier}
-        what = f"{count_text(len(leaves), 'leaf', 'leaves')}, {size_text(read_bytes)} ({read_bytes} bytes)"
+        keys = {read.key for read in found.plan.reads if _tier_of(found.plan, read) == tier}
+        what = f"{count_text(len(keys), 'leaf', 'leaves')}, {size_text(read_bytes)} ({read_bytes} bytes)"
         print_line(f"  {what} from {tier_name(tier, found.names)}")
 
 

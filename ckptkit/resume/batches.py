@@ -11,7 +11,6 @@ import numpy as np
 
 from ckptkit.job.data_position import DataPosition
 from ckptkit.resume.sources import BatchFn, IndexSource, LoaderSource, Source, StreamSource, is_by_index
-from ckptkit.util.words import count_text
 
 Rows = Sequence[int] | np.ndarray | jax.sharding.Sharding
 
@@ -115,13 +114,13 @@ class ElasticBatches(grain.DatasetIterator):
         here = self._origin
         if position.records != here.records:
             raise ValueError(
-                f"the position was saved for data of {count_text(position.records, 'record')}, this data has "
-                f"{here.records}: its order is another one"
+                f"the position was saved for data of {position.records} records, this data has {here.records}: its "
+                "order is another one"
             )
         if position.stream_count != here.stream_count:
             raise ValueError(
-                f"the position was saved for {count_text(position.stream_count, 'stream')}, this data has "
-                f"{here.stream_count}; their number is fixed for a run"
+                f"the position was saved for {position.stream_count} streams, this data has {here.stream_count}; their "
+                "number is fixed for a run"
             )
         if self._batch_of and position.global_batch != self._global_batch:
             raise ValueError(
