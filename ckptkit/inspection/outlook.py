@@ -22,7 +22,7 @@ from ckptkit.errors import (
 )
 from ckptkit.events import EventLog
 from ckptkit.inspection.shares import read_share, read_shares
-from ckptkit.inspection.steps import places_in, recorded_tiers, tier_shares
+from ckptkit.inspection.steps import places_in, recorded_tiers, shares_by_tier
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
@@ -93,8 +93,8 @@ def outlook(
     found_in_root = read_root(place, ancestry)
     durable = {each.identity: each.place for each in found_in_root.steps if each.state == "committed"}
     notes = found_in_root.notes
-    tier_names = recorded_tiers(found_in_root)
-    tiers = [path for path in tier_names if os.path.isdir(path)] if tiers is None else tiers
+    tier_names = recorded_tiers(found_in_root) if tiers is None else {}
+    given, tiers = tiers is not None, [*tier_names] if tiers is None else tiers
     unreadable: list[CorruptCheckpointError] = []  # saves of which it is not known what they hold
     unreadable += [
         CorruptCheckpointError(each.problem, step=each.step, path=each.place.url)
@@ -102,8 +102,7 @@ def outlook(
         if each.problem is not None
     ]
     fast: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
-    for tier in in_order_of_cost(tiers):
-        found, damaged = tier_shares(tier, url, host_id, notes)
+    for tier, found, damaged in shares_by_tier(in_order_of_cost(tiers), url, host_id, notes, are_given=given):
         unreadable += damaged
         for share in found:
             tier_names |= places_in(share.manifest)

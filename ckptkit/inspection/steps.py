@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,12 +56,11 @@ def list_steps(
     ancestry, problems = read_ancestry(place)
     found_in_root = read_root(place, ancestry, step_prefix=step_prefix)
     notes = found_in_root.notes
-    names = recorded_tiers(found_in_root)
-    tiers = [path for path in names if os.path.isdir(path)] if tiers is None else tiers
+    names = recorded_tiers(found_in_root) if tiers is None else {}
+    given, tiers = tiers is not None, [*names] if tiers is None else tiers
     shares: list[tuple[str, Share]] = []
     entries = [_durable_entry(step) for step in found_in_root.steps]
-    for tier in tiers:
-        found, damaged = tier_shares(tier, url, host_id, notes)
+    for tier, found, damaged in shares_by_tier(tiers, url, host_id, notes, are_given=given):
         shares += [(tier, share) for share in found]
         names |= {path: name for share in found for path, name in places_in(share.manifest).items()}
         entries += [_damaged_entry(tier, error) for error in damaged]
@@ -82,7 +81,7 @@ def list_steps(
 
 
 def recorded_tiers(found: RootSteps) -> dict[str, str]:
-    """The fast tiers of the run that saved the newest durable step, by their directories, as it recorded them.
+    """The fast tiers of the run that saved the newest durable step, by their directories, as far as they are here.
 
     Empty where no step of ours records any. Cost: a listing and a small read.
     """
@@ -96,7 +95,7 @@ def recorded_tiers(found: RootSteps) -> dict[str, str]:
             for process in sidecar_processes(item)[:1]:
                 record = read_sidecar(item, process, extent="head")
                 if record is not None:
-                    return places_in(record)
+                    return {path: name for path, name in places_in(record).items() if os.path.isdir(path)}
     return {}
 
 
@@ -144,6 +143,25 @@ def tier_shares(
         shares += found
         damaged += bad
     return shares, damaged
+
+
+def shares_by_tier(
+    tiers: Iterable[str], url: str, host_id: str, notes: list[str], *, are_given: bool
+) -> Iterator[tuple[str, list[Share], list[CorruptCheckpointError]]]:
+    """Each tier with its result of `tier_shares`. One that was not given, and may not be read, is left out with a note:
+    the slots of a job are private to its user. There is no note about one that was not given and has nothing of the
+    root: many hosts have a directory of that name."""
+    for tier in tiers:
+        own: list[str] = []
+        try:
+            found, damaged = tier_shares(tier, url, host_id, own)
+            notes += [each for each in own if are_given or each != no_slots(tier, host_id)]
+        except StoreError as error:
+            if are_given:
+                raise
+            notes.append(f"{tier} is left out: {error}")
+            continue
+        yield tier, found, damaged
 
 
 def slots_of_root(tier: str, url: str, host_id: str, notes: list[str]) -> list[Path]:

@@ -296,7 +296,7 @@ def test_running_job_is_hit_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFix
         assert job.stderr is not None
         said = job.stderr.read()
     told = json.loads(capfd.readouterr().out)
-    assert [each["did"][0] for each in told["faults"]] == [f"emptied {ram}: 1 files"]
+    assert [each["did"][0] for each in told["faults"]] == [f"emptied {ram}: 1 file"]
     assert told["faults"][0]["back_s"] > 0
     assert (told["code"], told["unplanned"]) == (None, [])
     assert job.returncode == 0, said
