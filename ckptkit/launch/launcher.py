@@ -316,7 +316,7 @@ class Launcher:
             return None
         passed = f"process {hung.process} has made no step for {hung.pause_s:.0f} s"
         rule = f"it is ended as hung after {2 * hung.limit_s:.0f} s; --hang-timeout sets another limit"
-        self._say(f"{passed}; the stacks of all threads are in the log" + ("" if hung.is_lost else f"; {rule}"))
+        self._say(f"{passed}; the stacks of its busy threads are in the log" + ("" if hung.is_lost else f"; {rule}"))
         self._local.dump()
         if self._roster is not None:
             self._roster.tell("dump")
