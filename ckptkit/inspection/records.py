@@ -49,8 +49,8 @@ class SaveOrigin:
     certified: bool | None = None
 
     def differences(self, other: SaveOrigin) -> tuple[tuple[str, str | None, str | None], ...]:
-        """How the provenance of another save differs, but for its tiers: name, value here, value there (None: unknown).
-        Empty if one of both has none."""
+        """How the provenance of another save differs: name, value here, value there (None: unknown). Its tiers are not
+        compared. Empty if one of both has none."""
         if not self.provenance or not other.provenance:
             return ()
         names = [name for name in dict.fromkeys([*self.provenance, *other.provenance]) if name != TIERS_ENTRY]

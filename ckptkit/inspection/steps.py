@@ -149,8 +149,8 @@ def shares_by_tier(
     tiers: Iterable[str], url: str, host_id: str, notes: list[str], *, are_given: bool
 ) -> Iterator[tuple[str, list[Share], list[CorruptCheckpointError]]]:
     """Each tier with its result of `tier_shares`. One that was not given, and may not be read, is left out with a note:
-    the slots of a job are private to its user. There is no note about one that was not given and has nothing of the
-    root: many hosts have a directory of that name."""
+    the slots of a job are private to its user. One that was not given, and has nothing of the root, gets no note: many
+    hosts have a directory of that name."""
     for tier in tiers:
         own: list[str] = []
         try:
