@@ -48,7 +48,7 @@ from ckptkit.snapshot.empty_nodes import empties_of
 from ckptkit.snapshot.small_items import files_in
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
-from ckptkit.verification.stock import StockLeaf, StockReads, Undigested
+from ckptkit.verification.stock import LeafInFile, StockLeaf, StockReads, Undigested
 
 _WHY = {
     "arrays": "every chunk of {} decodes, and stock Orbax keeps no digests that would show a changed bit",
@@ -67,7 +67,7 @@ class _Looked:
 
     save_id: SaveId | None
     checks: Sequence[CellCheck]
-    leaves: Sequence[StockLeaf]
+    leaves: Sequence[StockLeaf | LeafInFile]
     findings: Sequence[Finding]
     notes: Sequence[str]
     undigested: Mapping[str, Sequence[str]]  # items of which no digests were kept, by the words of `_WHY`
