@@ -75,6 +75,7 @@ def _facts(found: Inspection) -> FormatFacts:
         step=found.step,
         origin=found.origin,
         values={item.name: item.value for item in found.items if item.kind != "arrays"},
+        unread=tuple(item.name for item in found.items if item.kind == "other" and item.stored_bytes != 0),
         notes=found.notes,
         problems=found.problems,
     )

@@ -20,7 +20,9 @@ from orbax.checkpoint import aggregate_handlers
 from tests.roots.kinds import ITERATOR, JAX_KEY, NUMPY_KEY
 
 LevelKind = Literal["root", "step", "item", "inside"]
-AGGREGATE: Final = "checkpoint"  # the file in which old versions kept a tree: all of it, or what is no array
+AGGREGATE: Final = (
+    "checkpoint"  # the file in which old versions kept a tree: all leaves, or those without an array of their own
+)
 TOP: Final = "run"
 
 

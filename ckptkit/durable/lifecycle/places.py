@@ -310,6 +310,8 @@ def other_place(place: Place, *, around: bool = True) -> OtherPlace | None:
     if shown is None and looks:
         jobs = [name for name in place.directories() if paths.is_job(name)]
         shown = "tier" if any(_has_slots(place.below(name), 2) for name in jobs[:_SLOT_LOOKS]) else None
+    if shown == "item" and place.name.startswith(PROCESS_TREE) and (item := place_around(place)) is not None:
+        return item
     if shown is not None:
         return OtherPlace(url=place.url, at=place.url, kind=shown, root=_root_of(place, shown))
     return place_around(place) if looks else None
