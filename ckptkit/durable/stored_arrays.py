@@ -36,7 +36,7 @@ from ckptkit.model.paths import (
 )
 from ckptkit.util.words import first_of
 
-_ZARR_NAMES = dict(zip((2, 3), ZARR_METADATA, strict=True))
+_ZARR_NAMES: Mapping[int, str] = {2: ZARR_METADATA[0], 3: ZARR_METADATA[1]}
 _KINDS = {"jax.Array": "jax", "np.ndarray": "numpy"}
 _ARRAY_KINDS = frozenset({"jax", "numpy", "scalar"})
 _NOT_IN_ZARR = frozenset({"string"})  # they are together in `_strings.json`

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -15,28 +15,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint import aggregate_handlers
 
 from tests.roots.kinds import ITERATOR, JAX_KEY, NUMPY_KEY
 
 LevelKind = Literal["root", "step", "item", "inside"]
-AGGREGATE: Final = (
-    "checkpoint"  # the file in which old versions kept a tree: all leaves, or those without an array of their own
-)
+AGGREGATE: Final = "checkpoint"  # the file in which old versions kept a tree: all leaves, or some
 TOP: Final = "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """`build` writes it to an empty directory's `run`. `roots`, `steps` and `items` are paths below; every other
-    directory is inside of one of them. `leaves`: how many arrays a step or an item of arrays has; `arrays`: those."""
+    directory is inside of one of them. `arrays`: the items that have the arrays of `tree`."""
 
     build: Callable[[Path], None]
     roots: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
     items: tuple[str, ...] = ()
     arrays: tuple[str, ...] = (TOP,)
-    leaves: int = 4
 
     def levels(self, home: Path) -> dict[str, LevelKind]:
         """Every directory of what was built in `home`, by its path there."""
@@ -44,8 +42,9 @@ class Layout:
         return {path: self._kind_of(path) for path in (str(each.relative_to(home)) for each in found)}
 
     def _kind_of(self, path: str) -> LevelKind:
-        named: Mapping[LevelKind, Sequence[str]] = {"root": self.roots, "step": self.steps, "item": self.items}
-        return next((kind for kind, paths in named.items() if path in paths), "inside")
+        if path in self.roots:
+            return "root"
+        return "step" if path in self.steps else "item" if path in self.items else "inside"
 
 
 def tree() -> dict[str, Any]:
@@ -63,7 +62,7 @@ def write_aggregate(item: Path, value: Any) -> None:
     on_host = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, value)
 
     async def write() -> None:
-        (await aggregate_handlers.MsgpackHandler().serialize(item / AGGREGATE, on_host)).result()
+        (await aggregate_handlers.MsgpackHandler().serialize(epath.Path(item / AGGREGATE), on_host)).result()
 
     asyncio.run(write())
 
@@ -169,19 +168,19 @@ def _bare_files(home: Path) -> None:
 def _v1_pytree(home: Path) -> None:
     from orbax.checkpoint import v1
 
-    v1.save(home / TOP, tree())
+    v1.save(str(home / TOP), tree())
 
 
 def _v1_checkpointables(home: Path) -> None:
     from orbax.checkpoint import v1
 
-    v1.save_checkpointables(home / TOP, {"state": tree(), "meta_1": {"epoch": 3}})
+    v1.save_checkpointables(str(home / TOP), {"state": tree(), "meta_1": {"epoch": 3}})
 
 
 def _v1_training(home: Path) -> None:
     from orbax.checkpoint import v1
 
-    with v1.training.Checkpointer(home / TOP) as checkpointer:
+    with v1.training.Checkpointer(str(home / TOP)) as checkpointer:
         checkpointer.save(300, tree())
 
 
@@ -203,10 +202,10 @@ def _unfinished(home: Path) -> None:
     shutil.copytree(home / TOP / "300", home / TOP / "400.orbax-checkpoint-tmp")
 
 
-_RUN: Final = {"roots": (TOP,), "steps": (f"{TOP}/300",)}
-_TREE: Final = {"items": (TOP,)}
-_ONE: Final = {**_RUN, "items": (f"{TOP}/300/default",), "arrays": (f"{TOP}/300/default",)}
-_STATE: Final = {**_RUN, "items": (f"{TOP}/300/state_1",), "arrays": (f"{TOP}/300/state_1",)}
+_RUN: Final[dict[str, Any]] = {"roots": (TOP,), "steps": (f"{TOP}/300",)}
+_TREE: Final[dict[str, Any]] = {"items": (TOP,)}
+_ONE: Final[dict[str, Any]] = {**_RUN, "items": (f"{TOP}/300/default",), "arrays": (f"{TOP}/300/default",)}
+_STATE: Final[dict[str, Any]] = {**_RUN, "items": (f"{TOP}/300/state_1",), "arrays": (f"{TOP}/300/state_1",)}
 _NAMES: Final = ocp.path.step.standard_name_format
 
 LAYOUTS: Final[dict[str, Layout]] = {

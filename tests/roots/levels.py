@@ -1,7 +1,8 @@
 """`python -m tests.roots.levels`: every command on every directory of every layout of `layouts.LAYOUTS`.
 
 The rules: a directory that is not a root is refused where a root is expected. A command that reads has read every array
-or fails. No byte that Orbax wrote changes, and nothing is written into a directory that is not a root. An answer that breaks one is a failure.
+or fails. No byte that Orbax wrote changes, and nothing is written into a directory that is not a root. `Levels.run`
+returns what broke one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ckptkit.cli import main as command
 from ckptkit.errors import StepNotFoundError
 from tests.roots.kinds import leaves, quiet
 from tests.roots.layouts import LAYOUTS, Layout, LevelKind, tree
-from tests.roots.oracle import Failure
+from tests.roots.oracle import NOT_READ, Failure
 
 # Commands that take a root: each way in which one can be named.
 OF_ROOTS: Final[dict[str, list[str]]] = {
@@ -75,7 +76,6 @@ _LINES: Final = (
     *READERS,
 )
 ACTIONS: Final = (*dict.fromkeys(_LINES), *_MANAGERS)
-NOT_READ: Final = 13
 _SEEN: Final = ("proven", "unproven")
 
 
