@@ -25,6 +25,7 @@ from ckptkit.conversion import (
     combined,
     extracted,
     lora_merged,
+    not_read,
     plan_convert,
     read_rules,
     state_of,
@@ -249,4 +250,4 @@ def _write(
     else:
         _show_plan(plan, dry_run, top, depth)
         _show_errors(errors)
-    return exit_with(made.facts.problems)
+    return exit_with(made.facts.problems, unread=not_read(opened) if how is None else ())

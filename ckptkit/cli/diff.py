@@ -11,7 +11,7 @@ from ckptkit.cli.options import DEPTH, JSON, MAP, MEMORY, TIMEOUT, TOP
 from ckptkit.cli.progress import reading_bar
 from ckptkit.cli.sources import leased_sources
 from ckptkit.cli.text import count_text, group_of, print_json, print_line, print_notes, print_top
-from ckptkit.conversion import Difference, mapped, no_arrays, read_rules
+from ckptkit.conversion import Difference, mapped, no_arrays, not_read, read_rules
 from ckptkit.conversion import diff as diff_tensors
 from ckptkit.conversion.statistics import LeafDifference
 from ckptkit.formats import open_checkpoint
@@ -59,13 +59,16 @@ def diff(
         with reading_bar() as progress:
             found = diff_tensors(*tensors, rtol=rtol, atol=atol, memory_bytes=memory_bytes, progress=progress)
         origins = one.facts.origin.differences(two.facts.origin)
+        unread = list(dict.fromkeys(not_read([one, two])))
         notes = [f"not compared: {each}" for each in dict.fromkeys([*no_arrays(one), *no_arrays(two)])]
     problems = [*one.facts.problems, *two.facts.problems]
     if as_json:
         print_json({**found.to_json(), "notes": notes, "problems": problems, "provenance": origins})
     else:
         _show(found, [*map(_told, origins), *notes], top, depth)
-    return exit_with(problems) or (Exit.OK if found.same else Exit.DIFFERENT)
+    if not problems and not found.same:
+        return Exit.DIFFERENT
+    return exit_with(problems, unread=unread)
 
 
 def _show(found: Difference, notes: Sequence[str], top: int | None, depth: int | None) -> None:

@@ -36,6 +36,7 @@ class Exit(IntEnum):
     NOT_FOUND = 10
     CORRUPT = 11
     TREE_MISMATCH = 12
+    NOT_READ = 13
     DIFFERENT = 20
     PREEMPTED = 75
     INTERRUPTED = 130
@@ -97,15 +98,17 @@ def quiet_libraries() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def exit_with(problems: Sequence[str], failed: Sequence[str] = ()) -> Exit:
+def exit_with(problems: Sequence[str], failed: Sequence[str] = (), unread: Sequence[str] = ()) -> Exit:
     """Everything readable was printed. Damage is reported on stderr, and by the exit code. `failed`: what could not be
-    looked at because of an error of ckptkit's own."""
+    looked at because of an error of ckptkit's own. `unread`: what no part of ckptkit reads, which may be good."""
     sys.stdout.flush()
     for problem in problems:
         click.echo(f"ckptkit: damaged: {printable(problem)}", err=True)
     for each in failed:
         click.echo(f"ckptkit: {printable(each)}", err=True)
-    return Exit.CORRUPT if problems else Exit.ERROR if failed else Exit.OK
+    for each in unread:
+        click.echo(f"ckptkit: not read: {printable(each)}", err=True)
+    return Exit.CORRUPT if problems else Exit.ERROR if failed else Exit.NOT_READ if unread else Exit.OK
 
 
 def _said(message: str | CheckpointError, code: Exit) -> Exit:

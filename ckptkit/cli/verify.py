@@ -38,7 +38,7 @@ def verify(
         found = with_signatures(found, public_key, timeout_s=timeout_s)
     print_found(found, show_verification, as_json)
     findings = [str(finding) for proof in found.steps for finding in proof.findings]
-    return exit_with([*found.problems, *findings], found.failed)
+    return exit_with([*found.problems, *findings], found.failed, found.unread)
 
 
 @click.command()

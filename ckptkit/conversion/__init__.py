@@ -8,6 +8,7 @@ from ckptkit.conversion.assembling import state_of as state_of
 from ckptkit.conversion.converting import ConvertPlan as ConvertPlan
 from ckptkit.conversion.converting import convert as convert
 from ckptkit.conversion.converting import no_arrays as no_arrays
+from ckptkit.conversion.converting import not_read as not_read
 from ckptkit.conversion.converting import plan_convert as plan_convert
 from ckptkit.conversion.mapping import MapRule as MapRule
 from ckptkit.conversion.mapping import cast as cast

@@ -359,7 +359,17 @@ def no_arrays(source: Checkpoint) -> list[str]:
     names = [f"{leaf.name} ({leaf.kind})" for _, leaf in source.others]
     are = "are not arrays" if len(names) > 1 else "is not an array"
     leaves = f"{first_of(names, _NAMED)}, which {are}"
-    return [*[leaves] * bool(names), *(f"item {name}, which is not an array" for name in source.facts.values)]
+    small = [f"item {name}, which is not an array" for name in source.facts.values if name not in source.facts.unread]
+    return [*[leaves] * bool(names), *small, *map(_unread, source.facts.unread)]
+
+
+def not_read(sources: Iterable[Checkpoint]) -> list[str]:
+    """The items of checkpoints that only their own handlers read: they may have arrays."""
+    return [f"{source.path}: {_unread(name)}" for source in sources for name in source.facts.unread]
+
+
+def _unread(name: str) -> str:
+    return f"item {name}, which only its own handler reads"
 
 
 def _notes(source: Checkpoint, tensors: Tensors, to: TargetFormat, quantization: QuantizedWeights | None) -> list[str]:

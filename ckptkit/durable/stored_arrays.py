@@ -17,18 +17,28 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import tensorstore as ts
 
+from ckptkit.durable.aggregate import read_aggregate
 from ckptkit.durable.cells.ocdbt import inline_values
 from ckptkit.durable.cells.tensorstore_wait import base_of, finished
 from ckptkit.durable.lifecycle.places import Place, readable
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.boxes import Box
-from ckptkit.model.leaf_info import LeafInfo, dtype_name, sharding_words
+from ckptkit.model.leaf_info import LeafInfo, dtype_name, name_of, sharding_words
 from ckptkit.model.manifest_checks import BYTES_MAX
-from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, TREE_METADATA, array_prefix
+from ckptkit.model.paths import (
+    AGGREGATE,
+    ARRAY_METADATAS,
+    OCDBT_MANIFEST,
+    SHARDINGS,
+    TREE_METADATA,
+    ZARR_METADATA,
+    array_prefix,
+)
 from ckptkit.util.words import first_of
 
-_ZARR_NAMES = {2: ".zarray", 3: "zarr.json"}
+_ZARR_NAMES: Mapping[int, str] = {2: ZARR_METADATA[0], 3: ZARR_METADATA[1]}
 _KINDS = {"jax.Array": "jax", "np.ndarray": "numpy"}
+_ARRAY_KINDS = frozenset({"jax", "numpy", "scalar"})
 _NOT_IN_ZARR = frozenset({"string"})  # they are together in `_strings.json`
 _READS_AT_ONCE = 1000
 _INDEX = re.compile(rb"(?<![^/.])[0-9]{1,19}(?![^/.])")  # the numbers in the key of a chunk
@@ -56,6 +66,7 @@ class _Facts(NamedTuple):
 class StoredArrays:
     """An array item as its metadata describes it. `grids` are by the names of the leaves.
 
+    `held` are leaves that are in the item's one file (see `aggregate`), by path: they have no cell and no grid.
     `problems` are damages that prevent a restore. `notes` are damages that do not affect a restore with a template.
     """
 
@@ -64,6 +75,7 @@ class StoredArrays:
     grids: Mapping[str, ChunkGrid]
     notes: tuple[str, ...]
     problems: tuple[str, ...]
+    held: Mapping[tuple[str, ...], np.ndarray]
 
 
 def read_arrays(place: Place, *, timeout_s: float, inline: Mapping[str, bytes] = MappingProxyType({})) -> StoredArrays:
@@ -79,25 +91,47 @@ def read_arrays(place: Place, *, timeout_s: float, inline: Mapping[str, bytes] =
     kvstore = open_kvstore(place, ocdbt, timeout_s) if ocdbt or not place.store.properties.file_system else None
     with readable(f"{place.url}/{TREE_METADATA}"):
         version, entries = (2, []) if described is None else _entries(described)
+    in_file = read_aggregate(place, timeout_s=timeout_s)
     if described is None:
-        notes.append(
-            f"{place.url} has no {TREE_METADATA}: the names and kinds of its leaves are guessed from its arrays, and a "
-            "restore needs a template"
-        )
-        version, entries = _guessed(place, kvstore, timeout_s)
+        version, entries = _guessed(place, kvstore, timeout_s, may_be_empty=in_file is not None)
+        if in_file is None:
+            notes.append(
+                f"{place.url} has no {TREE_METADATA}: the names and kinds of its leaves are guessed from its arrays, "
+                "and a restore needs a template"
+            )
+    entries = [(path, kind, in_zarr and path not in (in_file or {})) for path, kind, in_zarr in entries]
     names = [".".join(path) for path, _, in_zarr in entries if in_zarr]
     keys = [f"{array_prefix(name)}{_ZARR_NAMES[version]}" for name in names]
     found = dict(zip(names, _documents(place, kvstore, keys, inline, ocdbt, timeout_s), strict=True))
     facts = _all_facts(place.url, version, found)
     shardings = _tolerated(lambda: _shardings(place), notes)
     impls = _tolerated(lambda: _key_impls(place), problems)
+    leaves = _with_file(_leaves(entries, facts, shardings, impls), in_file or {})
+    lost = [leaf.name for leaf in leaves if leaf.dtype is None and leaf.kind in _ARRAY_KINDS]
+    if lost:
+        problems.append(f"{place.url}: leaf {first_of(lost, 5)} is in no array and in no file {AGGREGATE}")
     return StoredArrays(
-        layout=f"{'ocdbt' if ocdbt else 'files'}, zarr{version}",
-        leaves=_leaves(entries, facts, shardings, impls),
+        layout=f"{'ocdbt' if ocdbt else 'files'}, zarr{version}" + (f", {AGGREGATE}" if in_file else ""),
+        leaves=leaves,
         grids={name: known.grid for name, known in facts.items()},
         notes=tuple(notes),
         problems=tuple(problems),
+        held={path: value for path, value in (in_file or {}).items() if isinstance(value, np.ndarray)},
     )
+
+
+def _with_file(
+    leaves: Sequence[LeafInfo], in_file: Mapping[tuple[str, ...], np.ndarray | LeafInfo]
+) -> tuple[LeafInfo, ...]:
+    """The leaves, with the facts of those that are in the item's one file; and those that only that file names."""
+    made = {leaf.path: leaf for leaf in leaves}
+    for path, value in in_file.items():
+        if isinstance(value, np.ndarray):
+            kind = made[path].kind if path in made else "numpy"
+            made[path] = LeafInfo(path=path, kind=kind, dtype=name_of(value.dtype), shape=value.shape)
+        elif path not in made or made[path].kind in _ARRAY_KINDS:
+            made[path] = value
+    return tuple(made.values())
 
 
 def _entries(described: Any) -> tuple[int, list[TreeEntry]]:
@@ -111,7 +145,7 @@ def _entries(described: Any) -> tuple[int, list[TreeEntry]]:
     return (3 if described.get("use_zarr3") else 2), entries
 
 
-def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[TreeEntry]]:
+def _guessed(place: Place, kvstore: Any, timeout_s: float, *, may_be_empty: bool) -> tuple[int, list[TreeEntry]]:
     """The leaves by the arrays that are there, for an item that lost its `_METADATA`."""
     if kvstore is not None:
         keys = [key.decode(errors="replace") for key in finished(kvstore.list(), place.url, timeout_s)]
@@ -123,6 +157,8 @@ def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[Tr
         names += [""] if zarr_name in keys else []
         if names:
             return version, [(tuple(name.split(".")), "array", True) for name in names]
+    if may_be_empty:
+        return 2, []
     raise CorruptCheckpointError(f"{place.url} has neither {TREE_METADATA} nor any zarr array", path=place.url)
 
 

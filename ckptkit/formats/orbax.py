@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from ckptkit.durable.aggregate import read_aggregate
 from ckptkit.durable.lifecycle.places import Place, nothing_at
 from ckptkit.durable.lifecycle.step_records import own_sidecars
 from ckptkit.durable.read_step import DurableReader
@@ -74,6 +75,7 @@ def _facts(found: Inspection) -> FormatFacts:
         step=found.step,
         origin=found.origin,
         values={item.name: item.value for item in found.items if item.kind != "arrays"},
+        unread=tuple(item.name for item in found.items if item.kind == "other" and item.stored_bytes != 0),
         notes=found.notes,
         problems=found.problems,
     )
@@ -93,16 +95,29 @@ def _item_tensors(found: Inspection, item: Item, here: Place, context: Any, time
             for leaf in leaves
         ]
     fill_missing = not stores_all(here)
+    in_file = read_aggregate(here, timeout_s=timeout_s) or {}
+    held = {path: value for path, value in in_file.items() if isinstance(value, np.ndarray)}
 
     def stored(leaf: LeafInfo) -> StoredArray:
         limits_s = {"open_timeout_s": timeout_s, "read_timeout_s": _READ_TIMEOUT_S}
         return StoredArray(here, leaf, item.layout, context, fill_missing=fill_missing, **limits_s)
 
-    arrays = [(leaf, stored(leaf)) for leaf in leaves]
+    arrays = [(leaf, stored(leaf)) for leaf in leaves if leaf.path not in held]
     return [
-        Tensor(item=item.name, leaf=leaf, fetch=array.read, stored=array.stored if fill_missing else None)
-        for leaf, array in arrays
+        *(
+            Tensor(item=item.name, leaf=leaf, fetch=array.read, stored=array.stored if fill_missing else None)
+            for leaf, array in arrays
+        ),
+        *(
+            Tensor(item=item.name, leaf=leaf, fetch=partial(_part, held[leaf.path]))
+            for leaf in leaves
+            if leaf.path in held
+        ),
     ]
+
+
+def _part(array: np.ndarray, box: Box) -> np.ndarray:
+    return array[box.slices()]
 
 
 def _proven(

@@ -201,7 +201,7 @@ def _described(tensor: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatFacts:
-    """The facts that a checkpoint records besides its tensors."""
+    """The facts that a checkpoint records besides its tensors. `unread`: items that only their own handlers read."""
 
     kind: Literal["step", "item", "slot", "file", "directory"] = "file"
     step: int | None = None
@@ -209,6 +209,7 @@ class FormatFacts:
     values: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 def left_out(what: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from ckptkit.durable.lifecycle.places import (
     committed_at_s,
     is_committed,
     is_slot_directory,
+    is_step,
     item_kind,
     json_name,
     json_value,
@@ -24,6 +25,7 @@ from ckptkit.durable.lifecycle.places import (
     nothing_at,
     nothing_there,
     readable,
+    require_whole,
     step_items,
 )
 from ckptkit.durable.lifecycle.root_record import certified_saves
@@ -65,11 +67,12 @@ def inspect(path: str, *, timeout_s: float = 20.0, passes_over: bool = True) -> 
     if not names:
         on_disk = place.store.properties.file_system
         raise nothing_there(url, "it is empty" if on_disk else "there is nothing; check bucket and prefix")
+    require_whole(place)
     if is_slot_directory(names):
         return _slot_directory(Path(url))
     if item_kind(place) is not None:
         return _directory(place, "item", [place], timeout_s)
-    if STEP_METADATA in names or paths.COMMIT_MARK in names:
+    if STEP_METADATA in names or paths.COMMIT_MARK in names or is_step(place):
         return _step(place, timeout_s)
     return _newest_of_root(place, timeout_s, passes_over) or _bare_step(place, timeout_s)
 

@@ -10,6 +10,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.places import Place, require_possible_root
 from ckptkit.durable.lifecycle.root_record import RootRecord
 from ckptkit.durable.orbax.manager import make_root
 from ckptkit.errors import CheckpointError, StoreError
@@ -53,6 +54,7 @@ def first_look(
     of the durable root, so its errors come early.
 
     Raises `CheckpointError` if the processes have different roots: one part of each step would be in each of them.
+    Raises `StepNotFoundError`, with the right call, for a path that can be no root: a step, an item, or inside of one.
     """
 
     def read(urls: list[Any]) -> dict[str, Any]:
@@ -62,6 +64,7 @@ def first_look(
                     f"the processes of the job have different durable roots: process 0 has {url}, process {process} "
                     f"has {other}; give all of them one root that every process sees"
                 )
+        require_possible_root(Place.open(url, timeout_s=STORE_DEADLINE_S))
         if options.create and not options.read_only:
             make_root(url, options)
         ancestry = epochs.read()

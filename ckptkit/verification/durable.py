@@ -48,7 +48,7 @@ from ckptkit.snapshot.empty_nodes import empties_of
 from ckptkit.snapshot.small_items import files_in
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
-from ckptkit.verification.stock import StockLeaf, StockReads, Undigested
+from ckptkit.verification.stock import LeafInFile, StockLeaf, StockReads, Undigested
 
 _WHY = {
     "arrays": "every chunk of {} decodes, and stock Orbax keeps no digests that would show a changed bit",
@@ -67,7 +67,7 @@ class _Looked:
 
     save_id: SaveId | None
     checks: Sequence[CellCheck]
-    leaves: Sequence[StockLeaf]
+    leaves: Sequence[StockLeaf | LeafInFile]
     findings: Sequence[Finding]
     notes: Sequence[str]
     undigested: Mapping[str, Sequence[str]]  # items of which no digests were kept, by the words of `_WHY`
@@ -116,7 +116,8 @@ def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, 
     checks = itertools.chain(own, *(leaf.checks() for leaf in stock))
     checked, damaged = check_cells(checks, total_bytes, limits, path=place.url, step=step)
     findings = (*looked.findings, *_with_sharers(place, looked, damaged))
-    unproven = _unproven(looked, limits)
+    unread = _unread(looked, limits)
+    unproven = _unproven(looked, unread)
     if findings and _changes(place, before):
         notes.append(f"{place.url}: the step was pruned or replaced while it was read")
         return []
@@ -130,6 +131,7 @@ def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, 
         checked=checked,
         reason=_damage_words(findings) if findings else unproven,
         findings=findings,
+        unread=tuple(unread),
     )
     return [proof]
 
@@ -179,17 +181,28 @@ def step_url_of(place: Place, item: Place) -> str:
     return place.url if item is not place else place.url.rpartition("/")[0]
 
 
-def _unproven(looked: _Looked, limits: Limits) -> str | None:
-    """Why a step without damage is not proven; None for one that is."""
+def _unread(looked: _Looked, limits: Limits) -> list[str]:
+    """The parts of a step that were not read: items that are not understood, chunks that take too much memory."""
     large = [(f"{check.item}:{check.leaf}", check.memory_bytes, 1) for check in looked.checks]
     large += [(leaf.name, leaf.memory_bytes, leaf.count) for leaf in looked.leaves]
     large = [each for each in large if each[1] > limits.memory_bytes_max]
+    found = [_WHY["unknown"].format(name) for name in looked.undigested["unknown"]]
     if large:  # not damage: nobody has looked
-        return (
-            f"unproven: {sum(count for _, _, count in large)} chunks were not read, leaf {large[0][0]} first: they "
-            f"take up to {max(size for _, size, _ in large)} bytes of memory, and {limits.memory_bytes_max} are allowed"
-        )
-    why = [words.format(", ".join(looked.undigested[kind])) for kind, words in _WHY.items() if looked.undigested[kind]]
+        needed = max(size for _, size, _ in large)
+        why = f"they take up to {needed} bytes of memory, and {limits.memory_bytes_max} are allowed"
+        chunks = f"{sum(count for _, _, count in large)} chunks were not read, leaf {large[0][0]} first"
+        found.insert(0, f"{chunks}: {why}")
+    return found
+
+
+def _unproven(looked: _Looked, unread: Sequence[str]) -> str | None:
+    """Why a step without damage is not proven; None for one that is."""
+    why = [
+        words.format(", ".join(names))
+        for kind, words in _WHY.items()
+        if kind != "unknown" and (names := looked.undigested[kind])
+    ]
+    why = [*unread, *why]
     return f"unproven: {'; '.join(why)}" if why else None
 
 

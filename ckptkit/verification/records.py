@@ -49,7 +49,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProof:
-    """One save at one place. `save_id` is None for a step of stock Orbax; `reason` tells why it is not proven.
+    """One save at one place. `save_id` is None for a step of stock Orbax; `reason` tells why it is not proven, and
+    `unread` names its parts that were not read.
 
     `proven`: every cell that the save consists of is there and matches its digest. `corrupt`: something does not.
     `unproven`: nothing of it is damaged, and of some nobody kept digests, or it takes more memory to read than is
@@ -65,6 +66,7 @@ class StepProof:
     checked: tuple[int, int] = (0, 0)  # cells, bytes
     reason: str | None = None
     findings: tuple[Finding, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -87,6 +89,11 @@ class Verification:
     def failed(self) -> tuple[str, ...]:
         """The steps at which an error of ckptkit's own ended the look, and the error."""
         return tuple(f"{proof.path}: {proof.reason}" for proof in self.steps if proof.state == "failed")
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The parts of the steps that were not read, each with its path."""
+        return tuple(f"{proof.path}: {each}" for proof in self.steps for each in proof.unread)
 
     @property
     def corrupt(self) -> bool:

@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
-from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind, no_directory, nothing_at, nothing_there
+from ckptkit.durable.lifecycle.places import (
+    Place,
+    is_step,
+    item_kind,
+    local_kind,
+    no_directory,
+    nothing_at,
+    nothing_there,
+    require_whole,
+)
 from ckptkit.durable.lifecycle.step_records import read_sidecars, sidecar_processes
 from ckptkit.errors import StepNotFoundError, StoreError, with_damage
 from ckptkit.model import paths
@@ -73,7 +82,8 @@ def _of_durable(
     if not names:
         on_disk = place.store.properties.file_system
         raise nothing_there(place.url, "it is empty" if on_disk else "there is nothing; check the path")
-    if item_kind(place) is not None or paths.STEP_METADATA in names or COMMIT_MARK in names:
+    require_whole(place)
+    if item_kind(place) is not None or paths.STEP_METADATA in names or COMMIT_MARK in names or is_step(place):
         return _of_step(place, step, limits, timeout_s)
     ancestry, problems = read_ancestry(place)
     found_in_root = read_root(place, ancestry, step_prefix=step_prefix)

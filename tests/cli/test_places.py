@@ -15,31 +15,10 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.formats.writers import by_safetensors
+from tests.roots.levels import OF_ROOTS, OF_TARGETS
 from tests.upkeep.conftest import make_root
 from tools.cli_docs import named_commands
 
-# Commands that take a root: each way in which one can be named.
-OF_ROOTS: dict[str, list[str]] = {
-    "certify": ["certify {path} --replay tests.cli.test_certify:plan"],
-    "copy": ["copy {root} {path}", "copy {root}/200 {path}", "copy {root}/200 {path} --as newest --as-step 400"],
-    "doctor": ["doctor {path}"],
-    "du": ["du {path}", "du {path} --deep"],
-    "pin": ["pin {path} 200", "pin {path} 0"],
-    "plan-restore": ["plan-restore {path}"],
-    "prune": ["prune {path} --keep newest=1 --unread", "prune {path} --keep newest=1"],
-    "rollback": ["rollback {path} --to 200", "rollback {path} --to 0 --unread"],
-    "scrub": ["scrub {path}", "scrub {path} --repair"],
-    "steps": ["steps {path}"],
-    "tune": ["tune {path} --probe 64KB --rounds 1"],
-    "unpin": ["unpin {path} 200"],
-}
-# Commands that write to a place that does not exist yet.
-OF_TARGETS: dict[str, str] = {
-    "convert": "convert {file} {path}/new --to {format}",
-    "extract": "extract {file} {path}/new --only w --to {format}",
-    "merge": "merge {file} {file} {path}/new --average --to {format}",
-    "reshard": "reshard {root}/200 {path}/new --mesh x=2",
-}
 # Commands that take checkpoints of any kind, or no checkpoint.
 OTHERS = {"chaos", "diff", "explain", "goodput", "inspect", "run", "sign", "simulate", "tiers clean", "tiers list"}
 OTHERS |= {"verify"}

@@ -25,6 +25,7 @@ LONG_RECORDS = {
     "ArenaEntry",  # a row of `ckptkit tiers --json`
     "StepUsage",  # a row of `ckptkit du --json`
     "GoodputReport",  # `ckptkit goodput --json`
+    "StepProof",  # a step of `ckptkit verify --json`
     "Result",  # a row of `ckptkit simulate --json`
     # Not public:
     "Save",  # gains its fields as it advances, in the order of the flow: one object in place of a chain of records

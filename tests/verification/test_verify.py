@@ -358,7 +358,7 @@ def test_json_shape_is_stable(job: Job) -> None:
     assert found == {"format": 1, "path": str(job.home / "ram"), "item": None, "notes": [], "problems": []}
     (finding,) = step.pop("findings")
     assert set(finding) == {"path", "problem", "item", "leaf", "box", "expected", "found", "shared_with"}
-    assert set(step) == {"step", "state", "kind", "path", "save_id", "cells", "bytes", "reason"}
+    assert set(step) == {"step", "state", "kind", "path", "save_id", "cells", "bytes", "reason", "unread"}
 
 
 @pytest.mark.parametrize("changed", [{"order": "F"}, {"filters": [{"id": "delta"}]}, {"compressor": {"id": "zlib"}}])

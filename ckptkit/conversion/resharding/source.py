@@ -15,6 +15,7 @@ from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint, Tensor
 from ckptkit.model import paths
 from ckptkit.model.manifest import STRUCTURE, LeafKind, LeafRecord, SaveId
+from ckptkit.util.words import command_line
 
 _EMPTY = {"Dict": "dict", "List": "list", "Tuple": "tuple"}  # Orbax's words for containers without leaves
 _ITERATOR = "grain"  # the small item that is another one for each process
@@ -135,6 +136,12 @@ def specs_like(path: str, *, timeout_s: float) -> dict[str, Spec]:
 
 def _item(place: Place, name: str, tensors: Sequence[Tensor]) -> SourceItem:
     described = place.json(paths.TREE_METADATA)
+    if not sidecar_processes(place) and (described is None or paths.AGGREGATE in place.signs()):
+        raise CheckpointError(
+            f"{place.url} has a layout of old versions of Orbax, which is not resharded; "
+            f"`{command_line('convert', place.url, 'NEW', '--to', 'orbax')}` writes it in the present one",
+            path=place.url,
+        )
     if described is None:
         raise CorruptCheckpointError(
             f"{place.url} has no {paths.TREE_METADATA}, without which Orbax does not read it", path=place.url

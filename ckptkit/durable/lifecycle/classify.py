@@ -39,11 +39,10 @@ _WRITTEN = frozenset(
         paths.SIDECAR_DIR,
         paths.COPY_JOURNAL,
         "d",  # the data of an OCDBT database
-        ".zarray",
-        "zarr.json",
+        *paths.ZARR_METADATA,
     }
 )
-_PROCESS_TREE = "ocdbt.process_"
+PROCESS_TREE = "ocdbt.process_"  # and a number: what one process has written of an item
 _STANDARD = re.compile(r"(?!ocdbt\.process_)(?:(.*)_)?([0-9]{1,18})", re.DOTALL)
 _LOOKS_MAX = 64  # directories below one that are looked into: a step has few items
 Action = Literal["delete", "mend", "quarantine", "replace", "overtake"]
@@ -146,7 +145,7 @@ def has_several_formats(names: Iterable[str]) -> bool:
 
 def kind_of_item(names: Collection[str]) -> ItemKind | None:
     """The kind of item of a directory with these names; None if nothing shows it."""
-    if _ARRAY_SIGNS.intersection(names):
+    if _ARRAY_SIGNS.intersection(names) or paths.AGGREGATE in names:
         return "arrays"
     if paths.STEP_METADATA in names:
         return None
@@ -193,7 +192,7 @@ def content_of(names: Collection[str], below: Below) -> Content:
         if paths.step_of_name(name) is not None:
             return "root"
         found = "step" if kind_of_item(inside) is not None else found
-    return found
+    return "item" if found == "nothing" and paths.AGGREGATE in names else found
 
 
 def is_committed(
@@ -229,7 +228,7 @@ def has_been_written(keys: Iterable[str]) -> bool:
     for parts in (key.split("/") for key in keys):
         if len(parts) > 1 and parts[1] == paths.STEP_METADATA and paths.step_of_name(parts[0]) is not None:
             return False
-        found = found or any(part in _WRITTEN or part.startswith(_PROCESS_TREE) for part in parts)
+        found = found or any(part in _WRITTEN or part.startswith(PROCESS_TREE) for part in parts)
         found = found or (len(parts) > 1 and (parts[-1] in _JSON_NAMES or _GRAIN.fullmatch(parts[-1]) is not None))
     return found
 

@@ -177,7 +177,8 @@ def require_root(place: Place, found: RootSteps) -> None:
     """Raises `StepNotFoundError` if the directory does not exist, or has neither a step nor a record of a run. An empty
     directory is a root: its run has saved nothing yet. Cost: where it raises, a look into a few directories."""
     names = place.names()
-    if found.steps or found.left_out or f"{paths.SIDECAR_DIR}/" in names:
+    shown = found.steps or set(found.left_out) - {"nothing", "root"}  # a name alone shows nothing
+    if shown or f"{paths.SIDECAR_DIR}/" in names:
         return
     if names:
         below = [name for name in place.directories()[:_LOOKS] if content_in(place.below(name)) == "root"]

@@ -15,7 +15,7 @@ from typing import Any, Literal, final
 from typing_extensions import override
 
 from ckptkit.durable.lifecycle import classify
-from ckptkit.durable.lifecycle.classify import Content, content_of, json_name_in, kind_of_item, shown_by
+from ckptkit.durable.lifecycle.classify import PROCESS_TREE, Content, content_of, json_name_in, kind_of_item, shown_by
 from ckptkit.durable.lifecycle.classify import ItemKind as ItemKind
 from ckptkit.errors import (
     CheckpointError,
@@ -33,9 +33,13 @@ from ckptkit.store.base import StoreOperation, T, WrapperStore
 from ckptkit.util.words import command_line, first_of
 
 _REASON_CHARS = 200  # of a library's own words in a message
+_DEFAULT_ITEM = "default"
 _LEVELS = 4  # above a path that are looked at: a step, its item, a process's part of it, and the data in that
 _SLOT_LOOKS = 4  # directories of a job, and of a host, that are looked into
 _ABOVE_S = 20.0
+_AGGREGATE_READ = 1 << 20  # a larger file of this name is not the text of another library
+_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})  # the first byte of a map in msgpack
+_ARRAYS_LOOKED_AT = 8  # directories of what may be a tree without a file of its own
 _STEPS_SHOWN = 8  # next to a path that does not exist
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
@@ -75,6 +79,7 @@ class Place:
         self.store = store
         self._prefix = prefix
         self._names: list[str] | None = None
+        self._signs: list[str] | None = None
         self._below: dict[str, Place] = {}
 
     @classmethod
@@ -117,6 +122,21 @@ class Place:
                 except OutsideRootError:
                     self._names = []
         return self._names
+
+    def signs(self) -> list[str]:
+        """The names that show what it is: its entries, without a file `checkpoint` that is not Orbax's (TensorFlow
+        writes a text of this name). Cost: with such a file, a small read."""
+        if self._signs is None:
+            other = paths.AGGREGATE in self.names() and not self._has_aggregate()
+            self._signs = [name for name in self.names() if not (other and name == paths.AGGREGATE)]
+        return self._signs
+
+    def _has_aggregate(self) -> bool:
+        with suppress(CorruptCheckpointError, FileNotFoundError):
+            found = self.store.stat(self._key(paths.AGGREGATE))
+            large = found is not None and found.size_bytes > _AGGREGATE_READ
+            return large or (self.read(paths.AGGREGATE) or b"\0")[0] in _MAPS
+        return False
 
     def is_link(self, name: str) -> bool:
         """Whether a name in it is a link, which only a disk has."""
@@ -236,10 +256,11 @@ def no_directory(url: str, why: str) -> StepNotFoundError:
     return nothing_there(url, why)
 
 
-PlaceKind = Literal["step", "item", "slots", "tier", "record"]
+PlaceKind = Literal["step", "item", "array", "slots", "tier", "record"]
 _KINDS: dict[PlaceKind, str] = {
     "step": "a step",
     "item": "an item of a step, or a tree that was saved without a manager",
+    "array": "an array of an item",
     "slots": "a slot directory of a fast tier",
     "tier": "a fast tier",
     "record": "what a root records of itself",
@@ -284,10 +305,13 @@ def other_place(place: Place, *, around: bool = True) -> OtherPlace | None:
     """
     if _before_record(place.url) is not None:
         return place_around(place)
-    shown, looks = _shown(place), around and f"{paths.SIDECAR_DIR}/" not in place.names()
+    shown = _shown(place)
+    looks = around and f"{paths.SIDECAR_DIR}/" not in place.names() and not _has_steps(place)
     if shown is None and looks:
         jobs = [name for name in place.directories() if paths.is_job(name)]
         shown = "tier" if any(_has_slots(place.below(name), 2) for name in jobs[:_SLOT_LOOKS]) else None
+    if shown == "item" and place.name.startswith(PROCESS_TREE) and (item := place_around(place)) is not None:
+        return item
     if shown is not None:
         return OtherPlace(url=place.url, at=place.url, kind=shown, root=_root_of(place, shown))
     return place_around(place) if looks else None
@@ -297,6 +321,13 @@ def require_possible_root(place: Place, *, around: bool = True) -> None:
     """Raises `StepNotFoundError`, with the right call, for a path that `other_place` finds not to be a root."""
     if (other := other_place(place, around=around)) is not None:
         raise other.error
+
+
+def require_whole(place: Place) -> None:
+    """Raises `StepNotFoundError` for what one process wrote of an item, which has the name of such a part: others have
+    the rest."""
+    if place.name.startswith(PROCESS_TREE) and (around := place_around(place)) is not None:
+        raise nothing_at(place.url, f"it is the part of {around.at} that one process wrote; name {around.at}")
 
 
 def place_around(place: Place, *, timeout_s: float = _ABOVE_S) -> OtherPlace | None:
@@ -339,7 +370,39 @@ def _shown(place: Place) -> PlaceKind | None:
         return None  # a root into which a mark was copied
     if shown in ("step", "item", "slots"):
         return shown
+    if f"{paths.SIDECAR_DIR}/" in place.names():
+        return None
+    if set(paths.ZARR_METADATA).intersection(place.names()):
+        return "array"
+    if _is_bare_item(place) or (paths.AGGREGATE in place.signs() and not _has_steps(place)):
+        return "item"
+    if _is_old_step(place):
+        return "step"
     return "tier" if paths.is_job(place.name) and _has_slots(place, 2) else None
+
+
+def _is_bare_item(place: Place) -> bool:
+    """Whether it is a tree of an early version: directories of zarr's arrays, and no file that describes them."""
+    directories = place.directories()
+    if not directories or len(directories) + (paths.COMMIT_MARK in place.names()) < len(place.names()):
+        return False
+    return all(_is_array(place.below(name)) for name in directories[:_ARRAYS_LOOKED_AT])
+
+
+def _is_array(place: Place) -> bool:
+    return not place.name.endswith(".zarr") and bool(set(paths.ZARR_METADATA).intersection(place.names()))
+
+
+def is_step(place: Place) -> bool:
+    """Whether a directory shows by itself that it is a step of a manager."""
+    return _shown(place) == "step"
+
+
+def _is_old_step(place: Place) -> bool:
+    """Whether it is a step of an early version, which has no file of its own but Orbax's own name for its item."""
+    if paths.step_of_name(place.name) is None or f"{_DEFAULT_ITEM}/" not in place.names():
+        return False
+    return content_in(place) == "step"
 
 
 def _has_steps(place: Place) -> bool:
@@ -363,10 +426,10 @@ def _root_of(place: Place, kind: PlaceKind) -> str | None:
         return None
     if paths.step_of_name(name) is not None:
         return above
-    return root if paths.step_of_name(step) is not None and _is_step(above) else None
+    return root if paths.step_of_name(step) is not None and _is_step_at(above) else None
 
 
-def _is_step(url: str) -> bool:
+def _is_step_at(url: str) -> bool:
     with suppress(CheckpointError, OSError):
         return shown_by(Place.open(url, timeout_s=_ABOVE_S).names()) == "step"
     return False
@@ -388,10 +451,11 @@ def local_files(path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 def item_kind(place: Place) -> ItemKind | None:
     """The kind of item in a directory; None if it holds no item."""
-    if (kind := kind_of_item(place.names())) is not None or paths.STEP_METADATA not in place.names():
-        return kind
+    names = place.signs()
+    if (kind := kind_of_item(names)) is not None or paths.STEP_METADATA not in names:
+        return kind or ("arrays" if _is_bare_item(place) else None)
     # A step may hold files of an item's names; an item that was saved without a manager names one handler for itself.
-    kind = kind_of_item([name for name in place.names() if name != paths.STEP_METADATA])
+    kind = kind_of_item([name for name in names if name != paths.STEP_METADATA])
     return kind if kind is not None and "" in item_handlers(place) else None
 
 
@@ -432,7 +496,9 @@ def item_handlers(place: Place) -> dict[str, str]:
 
 def content_in(place: Place) -> Content:
     """The class of a directory (see `classify.content_of`)."""
-    return content_of(place.names(), lambda below: place.below(below).names())
+    if _is_bare_item(place):
+        return "item"
+    return content_of(place.signs(), lambda below: place.below(below).signs())
 
 
 def is_committed(place: Place) -> bool:
