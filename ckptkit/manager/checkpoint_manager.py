@@ -33,7 +33,7 @@ from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import saved_step_number, step_number
 from ckptkit.model.policies import ProcessOptions, SaveOptions
-from ckptkit.model.tiers import Tier, checked_tiers
+from ckptkit.model.tiers import DURABLE, Tier, checked_tiers
 from ckptkit.save.book.ledger import StepRecord
 from ckptkit.save.book.under_way import described, exit_drain
 from ckptkit.save.last_save import LastSave
@@ -292,10 +292,20 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._ledger.latest_step()
 
     def best_step(self) -> int | None:
-        """The step with the best metrics by `best_fn`, the latest one without it; None where none has metrics."""
+        """The step with the best metrics by `best_fn`, the latest one without it; None where none has metrics.
+
+        With `best_fn` only steps count that the durable root holds, or that are on their way to it: the fast tiers keep
+        the newest steps, and would soon have lost the best one.
+        """
         if self._options.best_fn is None:
             return self.latest_step()
-        return self._metadata_index.best_of(self._ledger.steps())
+        coming = self._pipeline.under_way.left()
+        lasting = {
+            record.step
+            for record in self._ledger.records()
+            if DURABLE in record.tiers or DURABLE in coming.get(record.step, ())
+        }
+        return self._metadata_index.best_of([step for step in self._ledger.steps() if step in lasting])
 
     def all_steps(self, read: bool = False) -> list[int]:
         """Every step in some tier or in flight, in Orbax's order; abandoned branches are left out.

@@ -197,6 +197,8 @@ class Resumer:
     def _take_over(self, restored: Restored, start_s: float) -> Any:
         """The run continues from what was restored."""
         history, pipeline = self._components.history, self._components.pipeline
+        if not self._settings.options.read_only:
+            pipeline.slots.require_room(restored.slot_bytes)
         history.branch.continue_from(restored.save_id)
         pipeline.outcomes.go_on()
         heartbeat.resumed(restored.save_id.step)

@@ -18,6 +18,7 @@ from typing import final
 from ckptkit.errors import OutsideRootError, StoreError, StoreFullError, TransientStoreError
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
 from ckptkit.store.mounts import file_system_of
+from ckptkit.util.words import size_text
 
 DIRECTORY = Properties(file_system=True, round_trips=False, atomic_rename=True, generations=False, known_to_orbax=False)
 _MARKED = replace(DIRECTORY, atomic_rename=False)
@@ -241,6 +242,19 @@ def require_free(directory: str, needed_bytes: int, *, there_bytes: int = 0, tar
     if needed_bytes > free + there_bytes:
         why = f"{directory} has {free} bytes free, and {needed_bytes} are needed; nothing was written"
         raise StoreFullError(why, path=target)
+
+
+def lacking_room(directory: str, needed_bytes: int) -> str | None:
+    """That the file system of a directory has less than `needed_bytes` free, with both numbers; None where it has
+    them, or reports no size, as some mounts do."""
+    mount = os.statvfs(directory)
+    free_bytes = mount.f_bavail * mount.f_frsize
+    if not mount.f_blocks or needed_bytes <= free_bytes:
+        return None
+    return (
+        f"{directory} needs {needed_bytes} bytes for a step, {free_bytes} are free ({size_text(needed_bytes)} needed, "
+        f"{size_text(free_bytes)} free)"
+    )
 
 
 def remove_empty(directory: str | os.PathLike[str]) -> None:
