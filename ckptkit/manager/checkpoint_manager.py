@@ -294,7 +294,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def best_step(self) -> int | None:
         """The step with the best metrics by `best_fn`, the latest one without it; None where none has metrics.
 
-        With `best_fn` only steps count that the durable root holds, or that are on their way to it: the fast tiers keep
+        With `best_fn` only steps count that the durable root holds, or that are in flight to it: the fast tiers keep
         the newest steps, and would soon have lost the best one.
         """
         if self._options.best_fn is None:

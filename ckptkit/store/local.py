@@ -244,17 +244,21 @@ def require_free(directory: str, needed_bytes: int, *, there_bytes: int = 0, tar
         raise StoreFullError(why, path=target)
 
 
+def disk_room(directory: str) -> tuple[int, int] | None:
+    """The bytes of the file system of a directory, and the free ones of them; None where it reports no size, as some
+    mounts do."""
+    mount = os.statvfs(directory)
+    return (mount.f_blocks * mount.f_frsize, mount.f_bavail * mount.f_frsize) if mount.f_blocks else None
+
+
 def lacking_room(directory: str, needed_bytes: int) -> str | None:
     """That the file system of a directory has less than `needed_bytes` free, with both numbers; None where it has
-    them, or reports no size, as some mounts do."""
-    mount = os.statvfs(directory)
-    free_bytes = mount.f_bavail * mount.f_frsize
-    if not mount.f_blocks or needed_bytes <= free_bytes:
+    them, or reports no size."""
+    room = disk_room(directory)
+    if room is None or needed_bytes <= room[1]:
         return None
-    return (
-        f"{directory} needs {needed_bytes} bytes for a step, {free_bytes} are free ({size_text(needed_bytes)} needed, "
-        f"{size_text(free_bytes)} free)"
-    )
+    needed, free = size_text(needed_bytes), size_text(room[1])
+    return f"{directory} needs {needed_bytes} bytes for a step, {room[1]} are free ({needed} needed, {free} free)"
 
 
 def remove_empty(directory: str | os.PathLike[str]) -> None:

@@ -181,7 +181,7 @@ def test_a_step_that_only_a_fast_tier_holds_is_not_the_best_step(tmp_path: Path)
             manager.wait_until_finished()
             assert manager.best_step() == 0
         manager.save(5, args=args.StandardSave({"w": np.arange(3)}), metrics={"loss": 0.5})
-        assert manager.best_step() == 5, "on its way to the durable root"
+        assert manager.best_step() == 5, "in flight to the durable root"
         manager.wait_until_finished()
         assert manager.best_step() == 5
 

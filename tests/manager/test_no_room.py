@@ -96,3 +96,36 @@ def test_full_root_with_steps_warns_at_start(tmp_path: Path, mounts: Mounts, cap
     assert [each for each in caplog.messages if "the next durable save fails, unless most leaves" in each]
     with pytest.raises(ckptkit.SaveFailedError, match="No space left on device; free some"):
         manager.close()
+
+
+def test_last_line_of_a_run_names_the_step_that_is_not_durable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run ended with exit code 0 and its last step only in the ramdisk, without a message."""
+    with manager_of(tmp_path, every=10) as manager:
+        for step in (0, 3):
+            manager.save(step, args=args.StandardSave(state()))
+            manager.wait_until_finished()
+    assert "the run ends, and its last step 3 is only in tier ram: the durable tier has step 0." in caplog.messages[-1]
+    caplog.clear()
+    with manager_of(tmp_path, every=10) as manager:
+        manager.restore(None, args=args.StandardRestore(state()))
+        manager.save(4, args=args.StandardSave(state()), force=True)
+    with manager_of(tmp_path, every=10) as manager:
+        assert manager.all_steps()
+    assert not [each for each in caplog.messages if "durable tier has" in each]
+
+
+def test_last_line_names_a_step_that_no_tier_has(
+    tmp_path: Path, mounts: Mounts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tmpfs was filled by others in mid-run: the last save was lost."""
+    mount = mounts.small(tmp_path / "ram", "16m")
+    with manager_of(tmp_path, every=10) as manager:
+        manager.save(0, args=args.StandardSave(state()))
+        manager.wait_until_finished()
+        mounts.read_only(mount)
+        manager.save(1, args=args.StandardSave(state()))
+        with pytest.raises(ckptkit.SaveFailedError):
+            manager.wait_until_finished()
+    assert "its last step 1 is in no tier: the durable tier has step 0." in caplog.messages[-1]
