@@ -42,8 +42,8 @@ class SlotMaker:
         Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
         """
         self.size(slot_bytes, share_bytes)
+        self._room_for_bytes = slot_bytes  # first: `require_room` does not raise the same again
         self._check_room(slot_bytes, transfer_bytes)
-        self._room_for_bytes = slot_bytes
         self.reserve(slot_bytes)
 
     def require_room(self, slot_bytes: int) -> None:

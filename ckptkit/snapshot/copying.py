@@ -113,8 +113,11 @@ def transfer_bytes(extents: Iterable[SlotExtent], *, pinned: bool = False) -> in
 
 
 def describe_abstract(trees: Mapping[str, Any]) -> Description:
-    """The description of a save of `trees`. Leaves may be `jax.ShapeDtypeStruct`; one without a sharding counts as an array in
-    host memory, whole on every process. Raises as `describe_items`."""
+    """The description of a save of `trees`.
+
+    Leaves may be `jax.ShapeDtypeStruct`; one without a sharding counts as an array in host memory, whole on every
+    process. Raises as `describe_items`.
+    """
     return describe_items({item: jax.tree.map(_placed, tree) for item, tree in trees.items()})
 
 

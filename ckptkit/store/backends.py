@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, Literal
 
-from ckptkit.errors import StoreError
+from ckptkit.errors import StoreError, one_line
 from ckptkit.store.base import Properties
 from ckptkit.store.local import DIRECTORY, directory_properties
 
@@ -47,6 +47,7 @@ class Backend:
     properties: Properties
     access: Access
     driver: str | None = None  # TensorStore's key-value store; None: TensorStore gets the URL, and decides
+    endpoint: Callable[[Any], str] | None = None  # of fsspec's file system: the address that it asks, without a request
     service: Callable[[], Mapping[str, str]] = field(default=dict)  # more of its specification: an endpoint, a region
     create_copies: Mapping[str, str] = field(default_factory=dict)  # of `cp_file`: it fails where its target exists
     # Copies from path to path in one request, if the target has that generation (0: there is none; None: any).
@@ -110,6 +111,7 @@ GS = Backend(
         unanswered=frozenset({"google TransportError"}),
     ),
     driver="gcs",
+    endpoint=lambda client: client._location,
     copy=_gs_copy,
     delete_generations=_gs_delete_generations,
 )
@@ -193,6 +195,7 @@ S3 = Backend(
         extra="s3",
     ),
     driver="s3",
+    endpoint=lambda client: client._s3.meta.endpoint_url,
     service=_s3_service,
     create_copies={"IfNoneMatch": "*"},  # Amazon's conditional copies, which other services may not have
     delete_many=_s3_delete_many,
@@ -259,22 +262,23 @@ def refused(url: str, text: str, *, needs: Needed) -> StoreError:
     """
     scheme, _, path = url.partition("://")
     bucket = f"{scheme}://{path.partition('/')[0]}"
-    quoted = text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]} ..."
+    quoted = one_line(text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]} ...")
+    where = one_line(url)
     if "quota" in text.lower():
-        return StoreError(
-            f"{url}: {bucket} takes no more, a quota is reached: {quoted}\nRaise it, or delete what is not needed.",
-            path=url,
-        )
-    access, caller = backend_of(url).access, _CALLER.search(text)
-    named = access.named.search(text)
-    missing = named[0] if named else access.permissions.get(needs, "a permission that it did not name")
-    who = caller[1] if caller else identity(url)
-    return StoreError(
-        f"{url}: the bucket {bucket} refuses {who}; missing is {missing}\n"
-        f"The credentials in use may not do this; grant {access.grant} on the bucket to them, or sign in with others "
-        f"({access.sign_in}).\nThe service answered: {quoted}",
-        path=url,
-    )
+        lines = [f"{where}: {bucket} takes no more, a quota is reached", "Raise it, or delete what is not needed."]
+    else:
+        access, caller = backend_of(url).access, _CALLER.search(text)
+        named = access.named.search(text)
+        missing = named[0] if named else access.permissions.get(needs, "a permission that it did not name")
+        who = caller[1] if caller else identity(url)
+        lines = [
+            f"{where}: the bucket {bucket} refuses {who}; missing is {missing}",
+            f"The credentials in use may not do this; grant {access.grant} on the bucket to them, or sign in with "
+            f"others ({access.sign_in}).",
+        ]
+    error = StoreError("\n".join([*lines, f"The service answered: {quoted}"]), path=url)
+    error.has_lines = True
+    return error
 
 
 def identity(url: str) -> str:
