@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+_log = logging.getLogger("ckptkit")
 _SHOWN_MAX = 40  # differences in one message
 
 
@@ -229,6 +233,39 @@ def store_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except OSError as error:
         raise store_error(error, path) from error
+
+
+def plainly(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """For the calls that people make: a `CheckpointError` that leaves one ends in a traceback of a few lines, which has
+    the frame of the caller, and no chain of errors that were translated. The chain is logged at DEBUG; with that level
+    nothing is left out. An error with a cause that nobody translates keeps all: it may be a bug."""
+
+    @functools.wraps(call)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return call(*args, **kwargs)
+        except CheckpointError as error:
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug("%s raises", call.__qualname__, exc_info=error)
+                raise
+            if not _shortened(error):
+                raise
+            raise error.with_traceback(None)  # noqa: B904  it is the same error, without the frames up to here
+
+    return called
+
+
+def _shortened(error: CheckpointError) -> bool:
+    """Hides the causes of an error, which stay in `__context__`; of a failed save it shows one. False: they stay."""
+    cause = error.__cause__
+    if not isinstance(cause, CheckpointError | OSError | None) and not isinstance(error, StoreError):
+        return False
+    if isinstance(error, SaveFailedError) and cause is not None:
+        cause.__traceback__ = None
+        return not isinstance(cause, CheckpointError) or _shortened(cause)
+    if cause is not None:
+        error.__context__, error.__cause__ = cause, None  # which also keeps the context from being shown
+    return True
 
 
 class TierUnusableError(CheckpointError, ValueError):

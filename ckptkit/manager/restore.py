@@ -270,11 +270,12 @@ class Resumer:
         if not later:
             return
         last = max(later, key=lambda record: record.save_id)
-        where = f"is only in tier {' and '.join(last.tiers)}" if last.tiers else "is in no tier"
+        where, then = "is in no tier", "The warnings before this one have the reason"
+        if last.tiers:
+            where = f"is only in tier {' and '.join(last.tiers)}"
+            then = "To keep the last step of a run, save it with force=True"
         _log.warning(
-            "the run ends, and its last step %d %s: the durable tier has %s. To keep the last step of a run, save it "
-            "with force=True",
-            *(last.save_id.step, where, has),
+            "the run ends, and its last step %d %s: the durable tier has %s. %s", last.save_id.step, where, has, then
         )
         _report_behind(last.save_id.step, durable)
 

@@ -47,7 +47,6 @@ class Backend:
     properties: Properties
     access: Access
     driver: str | None = None  # TensorStore's key-value store; None: TensorStore gets the URL, and decides
-    endpoint: Callable[[Any], str] | None = None  # of fsspec's file system: the address that it asks, without a request
     service: Callable[[], Mapping[str, str]] = field(default=dict)  # more of its specification: an endpoint, a region
     create_copies: Mapping[str, str] = field(default_factory=dict)  # of `cp_file`: it fails where its target exists
     # Copies from path to path in one request, if the target has that generation (0: there is none; None: any).
@@ -111,7 +110,6 @@ GS = Backend(
         unanswered=frozenset({"google TransportError"}),
     ),
     driver="gcs",
-    endpoint=lambda client: client._location,
     copy=_gs_copy,
     delete_generations=_gs_delete_generations,
 )
@@ -195,7 +193,6 @@ S3 = Backend(
         extra="s3",
     ),
     driver="s3",
-    endpoint=lambda client: client._s3.meta.endpoint_url,
     service=_s3_service,
     create_copies={"IfNoneMatch": "*"},  # Amazon's conditional copies, which other services may not have
     delete_many=_s3_delete_many,
@@ -214,6 +211,12 @@ BACKENDS: Final = {
     "memory": replace(_OTHER, properties=replace(BUCKET, round_trips=False)),
 }
 _AT_A_TIME = 16
+
+
+def endpoint_of(client: Any) -> str | None:
+    """The address that a file system of gcsfs or s3fs asks, without a request; None for others."""
+    service = getattr(getattr(client, "_s3", None), "meta", None)
+    return getattr(client, "_location", None) or getattr(service, "endpoint_url", None)
 
 
 def backend_of(url: str) -> Backend:
@@ -262,6 +265,7 @@ def refused(url: str, text: str, *, needs: Needed) -> StoreError:
     """
     scheme, _, path = url.partition("://")
     bucket = f"{scheme}://{path.partition('/')[0]}"
+    text = " ".join(text.split())
     quoted = one_line(text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]} ...")
     where = one_line(url)
     if "quota" in text.lower():

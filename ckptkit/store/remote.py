@@ -15,7 +15,7 @@ from typing import Any, final
 import fsspec
 
 from ckptkit.errors import StoreError, TransientStoreError
-from ckptkit.store.backends import BACKENDS, PLAIN_PATH, Needed, backend_of, is_refusal, refused
+from ckptkit.store.backends import BACKENDS, PLAIN_PATH, Needed, backend_of, endpoint_of, is_refusal, refused
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key, is_key
 from ckptkit.store.reaching import network_problem
 from ckptkit.store.retry import within_deadline
@@ -293,9 +293,10 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
 def _why_silent(where: str) -> str:
     """What the client does not report of the tries that it has made until the limit of time."""
     scheme = where.partition("://")[0]
-    if (endpoint := backend_of(where).endpoint) is not None and scheme in _reachable:
+    if scheme in BACKENDS and scheme in _reachable:
         with suppress(Exception):  # a message is made: nothing here may hide what it is about
-            if (problem := network_problem(endpoint(fsspec.filesystem(scheme)))) is not None:
+            endpoint = endpoint_of(fsspec.filesystem(scheme))
+            if endpoint is not None and (problem := network_problem(endpoint)) is not None:
                 return f": {problem}"
     return ", or only answers to try again later (429, 5xx); look at the network and at the service"
 

@@ -112,7 +112,7 @@ def test_last_words_name_the_step_that_is_not_durable(tmp_path: Path) -> None:
         job = Job([PYTHON, script, "{process}", str(durable)], processes=2, warm=WarmStart(is_cold=True))
         assert job.run() == ExitCode.OK
         said = f"the job has ended, and the durable tier does not have step 60: it has {there}"
-        assert job.said == [f"{said}; its last save has to have force=True"]
+        assert job.said == [f"{said}; the last warning of process 0 has the reason"]
 
 
 def test_modules_are_imported_once_for_all_workers(tmp_path: Path) -> None:
