@@ -34,7 +34,7 @@ NOBODY = 65534
 LINES_MAX = 3
 TRACEBACK_LINES_MAX = 20  # with five frames of this file
 
-# What raises each class in practice: the file of tests that causes it, with its words where that is not its name.
+# The real cause of each class: the file of tests that causes it, with its words where that is not its name.
 CAUSES: dict[str, str | tuple[str, str]] = {
     "StepNotFoundError": "verification/test_verify.py",
     "ItemNotFoundError": "manager/test_resume.py",
@@ -162,7 +162,7 @@ def forbidden(home: Home, mounts: Mounts) -> Iterator[None]:
 ROOM = (StoreFullError, r"free some space|give fewer slots", full, None)
 DISK: dict[str, tuple[Any, str, Callable[[Home, Mounts], AbstractContextManager[None]], set[str] | None]] = {
     "ENOSPC": ROOM,
-    # What TensorStore and NumPy write is not refused by a call of Python.
+    # Writes of TensorStore and NumPy are not refused by a call of Python.
     "EDQUOT": (StoreFullError, ROOM[1], over_quota, {"new root", "root", "direct", "pin", "rollback", "copy"}),
     "EROFS": ((StoreError, TierUnusableError), r"writable|this user may write", read_only, None),
     "EACCES": ((StoreError, TierUnusableError), r"this user", forbidden, None),
@@ -211,7 +211,7 @@ def warm_up(home: Home) -> None:
 def problems(
     home: Home, way: Callable[[Home], Any], kinds: Any, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> list[str]:
-    """What is wrong with the error of one way to write."""
+    """The defects of the error of one way to write."""
     capsys.readouterr()
     try:
         words = way(home)

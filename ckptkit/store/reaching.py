@@ -16,9 +16,9 @@ _found: dict[str, tuple[float, str | None]] = {}  # by endpoint: when, and what
 
 
 def network_problem(endpoint: str) -> str | None:
-    """What fails on the way to `endpoint`, and what to look at: its name, the connection, or TLS.
+    """Names the part of the way to `endpoint` that fails (its name, the connection, TLS), and the remedy.
 
-    None where nothing fails within half a second, or a proxy stands between. Cost: at most half a second, once a minute
+    None where nothing fails within half a second, or this host uses a proxy. Cost: at most half a second, once a minute
     for each endpoint.
     """
     if getproxies():

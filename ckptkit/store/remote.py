@@ -291,7 +291,7 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
 
 
 def _why_silent(where: str) -> str:
-    """What the client does not report of the tries that it has made until the limit of time."""
+    """The rest of a message about a timeout: the cause, which the client does not report."""
     scheme = where.partition("://")[0]
     if scheme in BACKENDS and scheme in _reachable:
         with suppress(Exception):  # a message is made: nothing here may hide what it is about
