@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
-from urllib.parse import unquote
 
 from ckptkit.durable.cells.tensorstore_wait import base_of
 from ckptkit.durable.lifecycle.leases import PruneGuard, pin_reason, pinned_steps
@@ -304,7 +303,7 @@ def _unreferenced(step: Place, problems: list[str]) -> list[DeadWeight]:
         if OCDBT_MANIFEST not in item.names():
             continue
         try:
-            used = set(_referenced(item))
+            used = _referenced(item)
         except CorruptCheckpointError as error:
             problems.append(str(error))
             continue
@@ -317,36 +316,14 @@ def _unreferenced(step: Place, problems: list[str]) -> list[DeadWeight]:
     return found
 
 
-def _referenced(item: Place) -> Iterator[str]:
-    """The data files, by their path in the item, that the newest version of its OCDBT database is made of.
-
-    TensorStore's dump names each as `<type>:<directory>:<file>:<offset>:<length>`, percent-encoded.
-    """
+def _referenced(item: Place) -> set[str]:
+    """The data files, by their path in the item, that the newest version of its OCDBT database is made of."""
     import tensorstore as ts  # for `--deep` alone
 
-    base = ts.KvStore.open(base_of(item.url)).result()
-    newest = _dumped(base, None, item)["versions"][-1]["root"]
-    waiting = [newest["location"]] if "location" in newest else []
-    while waiting:
-        location = waiting.pop()
-        yield _file_of(location)
-        for entry in _dumped(base, location, item)["entries"]:
-            if "indirect_value" in entry:
-                yield _file_of(entry["indirect_value"])
-            elif "location" in entry:
-                waiting.append(entry["location"])
-
-
-def _dumped(base: Any, node: str | None, item: Place) -> Any:
-    import tensorstore as ts
+    from ckptkit.durable.cells.ocdbt import files_of
 
     try:
-        return ts.ocdbt.dump(base, node).result()
-    except ValueError as error:
+        return files_of(ts.KvStore.open(base_of(item.url)).result(), lambda future: future.result())
+    except (ValueError, KeyError, TypeError) as error:
         what = f"{item.url}: its database cannot be read: {str(error)[:200]}"
         raise CorruptCheckpointError(what, path=item.url) from error
-
-
-def _file_of(location: str) -> str:
-    _, directory, file = location.rsplit(":", 2)[0].split(":", 2)
-    return unquote(directory) + unquote(file)

@@ -7,14 +7,15 @@ keys one by one took 37 s of processor time, the nodes themselves 0.3 s.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 import tensorstore as ts
 
+from ckptkit.durable.cells.ocdbt_node import Child, Node, Placed, decoded_node
+
 Finished = Callable[[Any], Any]  # what a future gives, or an error
 
-_FILE_BYTES_MAX = 1 << 63  # a tree may hold 64 bits; the system allows 63
 _NODES_AT_ONCE = 4  # each may take some 100 MB
 
 
@@ -22,85 +23,75 @@ def inline_values(base: Any, keys: Collection[str], finished: Finished) -> dict[
     """The values of those `keys` that are stored in the nodes of the tree at the key-value store `base`.
 
     A value outside of the tree, or in a part of it that no writer would write, is left out. Cost: every node is read
-    once. Raises the errors of `finished`; KeyError, TypeError and similar errors if it is not a tree.
+    once. Raises the errors of `finished`; ValueError, KeyError and similar errors if it is not a tree.
     """
     wanted = {key.encode(): key for key in keys}
     found: dict[str, bytes] = {}
-    for prefix, entries in _leaves(base, finished):
-        for entry in entries:
-            key = wanted.get(prefix + entry["key"])
-            if key is not None and "inline_value" in entry:
-                found[key] = entry["inline_value"]
+    for node in _nodes(base, finished):
+        for key, value in node.values:
+            if isinstance(value, bytes) and key in wanted:
+                found[wanted[key]] = value
     return found
-
-
-class Placed(NamedTuple):
-    """The place of a value: bytes `[start, start + length)` of a file, by its path below the tree's directory."""
-
-    path: str
-    start: int
-    length: int
 
 
 def places(base: Any, finished: Finished, *, keys_max: int | None = None) -> dict[str, Placed | bytes]:
     """The place of every key's value: in a file, or (bytes) in the tree itself. Values that can be read as neither are
     left out. Empty for a tree that claims more than `keys_max` keys. Cost and errors: as `inline_values`.
     """
-    found: dict[str, Placed | bytes] = {}
-    for prefix, entries in _leaves(base, finished, keys_max):
-        for entry in entries:
-            key = (prefix + entry["key"]).decode(errors="replace")
-            if "inline_value" in entry:
-                found[key] = entry["inline_value"]
-            elif (placed := _placed(entry["indirect_value"])) is not None:
-                found[key] = placed
+    nodes = _nodes(base, finished, keys_max)
+    return {key.decode(errors="replace"): value for node in nodes for key, value in node.values}
+
+
+def files_of(base: Any, finished: Finished) -> set[str]:
+    """The data files that the newest version of a tree is made of, by their paths below `base`: those of its nodes and
+    of its values. Cost and errors: as `inline_values`."""
+    found = set[str]()
+    root = _root(base, finished, None)
+    found |= {root[0].placed.path} if root else set()
+    for node in _nodes(base, finished):
+        found |= {child.placed.path for child in node.children}
+        found |= {value.path for _, value in node.values if isinstance(value, Placed)}
     return found
 
 
-def _placed(location: str) -> Placed | None:
-    """`value:`, a directory, a path below it (both percent-encoded), offset and length, as TensorStore prints them."""
-    parts = location.split(":")
-    if len(parts) != 5 or parts[0] != "value" or not (parts[3].isdecimal() and parts[4].isdecimal()):
-        return None
-    path = unquote(parts[1]) + unquote(parts[2])
-    placed = Placed(path, int(parts[3]), int(parts[4]))
-    within_a_file = placed.start + placed.length < _FILE_BYTES_MAX
-    if not path or path.startswith("/") or ".." in path.split("/") or not within_a_file:
-        return None
-    return placed
-
-
-def _leaves(base: Any, finished: Finished, keys_max: int | None = None) -> Iterator[tuple[bytes, Any]]:
-    """The prefix and the entries of each node that has values, level by level."""
-    manifest = finished(ts.ocdbt.dump(base))
-    versions = manifest.get("versions")
+def _root(base: Any, finished: Finished, keys_max: int | None) -> tuple[Child, int] | None:
+    """The topmost node of the newest version, and its height. None for an empty tree, and one of too many keys."""
+    versions = finished(ts.ocdbt.dump(base)).get("versions")
     if not versions or "location" not in versions[-1]["root"]:
-        return
-    if keys_max is not None and versions[-1]["root"]["statistics"]["num_keys"] > keys_max:
-        return
-    level = [(versions[-1]["root"]["location"], b"")]
-    height, seen = versions[-1]["root_height"], set[str]()
+        return None
+    root = versions[-1]["root"]
+    if keys_max is not None and root["statistics"]["num_keys"] > keys_max:
+        return None
+    # As TensorStore prints it: `btreenode`, a directory, a path below it (both percent-encoded), offset and length.
+    _, directory, path, start, length = root["location"].split(":")
+    placed = Placed(unquote(directory) + unquote(path), int(start), int(length))
+    return Child(placed, b"", unquote(directory).encode()), versions[-1]["root_height"]
+
+
+def _nodes(base: Any, finished: Finished, keys_max: int | None = None) -> Iterator[Node]:
+    """Each node, level by level, and once: a hostile tree may name one a thousand times."""
+    root = _root(base, finished, keys_max)
+    level, height = ([root[0]], root[1]) if root else ([], 0)
+    seen = set[Placed]()
     while level:
-        below: list[tuple[str, bytes]] = []
+        below: list[Child] = []
         for start in range(0, len(level), _NODES_AT_ONCE):
             some = level[start : start + _NODES_AT_ONCE]
-            dumps = [ts.ocdbt.dump(base, location) for location, _ in some]
-            for (_, prefix), dump in zip(some, dumps, strict=True):
-                node = finished(dump)
-                if node["height"] != height:
+            reads = [base.read(place.path, byte_range=_range(place)) for place in (child.placed for child in some)]
+            for child, read in zip(some, reads, strict=True):
+                found = finished(read)
+                if found.state != "value":
+                    raise ValueError(f"{child.placed.path}, which holds a node of the database, is not there")
+                node = decoded_node(found.value, child)
+                if node.height != height:
                     continue
-                if height:
-                    below += _children(node, prefix, seen)
-                else:
-                    yield prefix, node["entries"]
+                yield node
+                for each in node.children:
+                    if each.placed not in seen:
+                        seen.add(each.placed)
+                        below.append(each)
         level, height = below, height - 1
 
 
-def _children(node: Any, prefix: bytes, seen: set[str]) -> list[tuple[str, bytes]]:
-    """The nodes below one, each once: a hostile tree may name one a thousand times."""
-    found = []
-    for entry in node["entries"]:
-        if entry["location"] not in seen:
-            seen.add(entry["location"])
-            found.append((entry["location"], prefix + entry["subtree_common_prefix"]))
-    return found
+def _range(placed: Placed) -> slice:
+    return slice(placed.start, placed.start + placed.length)

@@ -19,7 +19,8 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.ocdbt import Placed, places
+from ckptkit.durable.cells.ocdbt import places
+from ckptkit.durable.cells.ocdbt_node import Placed
 from ckptkit.durable.cells.reader import HEAD_BYTES, Wanted, copied_plain, may_be_encoded
 from ckptkit.durable.cells.tensorstore_wait import awaited, base_of
 from ckptkit.durable.cells.writer import cell_key, kvstore_context, zarr_text
@@ -135,6 +136,21 @@ class PlacedCells:
                 file.fill(target, place.start)
                 return not may_be_encoded(target[:HEAD_BYTES].tobytes(), size_bytes, size_bytes)
         return False
+
+    def stored(self, item: str, key: str, bytes_max: int) -> bytes | None:
+        """The value of any key of an item's database, as it is stored; None where it cannot be read here, or is longer
+        than `bytes_max`."""
+        place = self._places.of(item).get(key)
+        if isinstance(place, bytes):
+            return place
+        if place is None or place.length > bytes_max:
+            return None
+        found = np.empty(place.length, np.uint8)
+        with suppress(OSError, EOFError, ValueError):
+            if (file := self._file(item, place.path)) is not None:
+                file.fill(found, place.start)
+                return found.tobytes()
+        return None
 
     def file_of(self, item: str, leaf: LeafRecord, cell: Box) -> str | None:
         """The file that holds a cell, by its path below the step; None where a tree holds it, or it is not known."""

@@ -18,7 +18,8 @@ from typing import Final, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.ocdbt import Placed, places
+from ckptkit.durable.cells.ocdbt import places
+from ckptkit.durable.cells.ocdbt_node import Placed
 from ckptkit.durable.cells.tensorstore_wait import large_objects
 from ckptkit.model.boxes import Box
 from ckptkit.model.digests import digest_of
