@@ -8,9 +8,9 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 _log = logging.getLogger("ckptkit")
 _SHOWN_MAX = 40  # differences in one message
 
@@ -235,13 +235,13 @@ def store_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise store_error(error, path) from error
 
 
-def plainly(call: Callable[_P, _R]) -> Callable[_P, _R]:
+def plainly(call: _Call) -> _Call:
     """For the calls that people make: a `CheckpointError` that leaves one ends in a traceback of a few lines, which has
     the frame of the caller, and no chain of errors that were translated. The chain is logged at DEBUG; with that level
     nothing is left out. An error with a cause that nobody translates keeps all: it may be a bug."""
 
     @functools.wraps(call)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except CheckpointError as error:
@@ -252,7 +252,7 @@ def plainly(call: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise
             raise error.with_traceback(None)  # noqa: B904  it is the same error, without the frames up to here
 
-    return called
+    return cast("_Call", called)
 
 
 def _shortened(error: CheckpointError) -> bool:
