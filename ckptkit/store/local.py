@@ -17,7 +17,7 @@ from typing import final
 
 from ckptkit.errors import OutsideRootError, StoreError, StoreFullError, store_errors
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
-from ckptkit.store.mounts import file_system_of
+from ckptkit.store.mounts import existing, file_system_of
 from ckptkit.util.words import size_text
 
 DIRECTORY = Properties(file_system=True, round_trips=False, atomic_rename=True, generations=False, known_to_orbax=False)
@@ -247,8 +247,11 @@ def require_free(directory: str, needed_bytes: int, *, there_bytes: int = 0, tar
 
 def disk_room(directory: str) -> tuple[int, int] | None:
     """The bytes of the file system of a directory, and the free ones of them; None where it reports no size, as some
-    mounts do."""
-    mount = os.statvfs(directory)
+    mounts do, or cannot be asked."""
+    try:
+        mount = os.statvfs(existing(directory))
+    except OSError:
+        return None
     return (mount.f_blocks * mount.f_frsize, mount.f_bavail * mount.f_frsize) if mount.f_blocks else None
 
 
