@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import errno
+import functools
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+_log = logging.getLogger("ckptkit")
 _SHOWN_MAX = 40  # differences in one message
 
 
@@ -29,6 +35,8 @@ def _differences(found: Collection[str]) -> str:
 class CheckpointError(Exception):
     """Base of every error that ckptkit raises; carries `.step`, `.tier` and `.path` where they are known."""
 
+    has_lines = False  # whether its message has several lines, with the names in them escaped (`one_line`)
+
     def __init__(self, message: str, *, step: int | None = None, tier: str | None = None, path: str | None = None):
         super().__init__(message)
         self.step = step
@@ -48,6 +56,8 @@ class ItemNotFoundError(CheckpointError, KeyError):
 
 class NoRestorableStepError(CheckpointError):
     """Every candidate was rejected; `.candidates` lists each as `(tier, step, reason)`."""
+
+    has_lines = True
 
     def __init__(self, candidates: Sequence[tuple[str, int, str]], *, path: str, repair: str | None):
         """`repair` names the command that repairs what another copy still has, and where to run it; None where nothing
@@ -108,6 +118,8 @@ class SigningKeyError(CheckpointError, ValueError):
 class TreeMismatchError(CheckpointError, ValueError):
     """The tree asked for is not the tree on disk; `.differences` holds all differences, sorted."""
 
+    has_lines = True
+
     def __init__(self, differences: Iterable[str], *, step: int, where: str):
         self.differences = tuple(sorted(differences))
         head = f"step {step} in {where} is not the tree that was asked for ({_differences(self.differences)}):"
@@ -153,6 +165,8 @@ class SaveFailedError(CheckpointError):
 class ReplicaMismatchError(CheckpointError):
     """Data replicas hold different bits; `.differences` names each leaf and box with who holds what."""
 
+    has_lines = True
+
     def __init__(self, differences: Iterable[str], *, step: int):
         self.differences = tuple(differences)
         head = f"step {step}: data replicas differ ({len(self.differences)} boxes are named, at most 16):"
@@ -192,6 +206,70 @@ class PeerUnreachableError(TransientStoreError):
 
 class StoreFullError(StoreError, OSError):
     """Not enough room for the data to write; the message has the bytes needed and the bytes free."""
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_TRANSIENT = (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE)
+_REMEDIES = {
+    **dict.fromkeys(_FULL, "free some space or take another directory"),
+    errno.EROFS: "mount it writable, or take another directory",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user access to it, or take another directory"),
+}
+
+
+def store_error(error: OSError, path: str | os.PathLike[str], *, then: str = "") -> StoreError:
+    """The error of ckptkit for what a file system refused: the path, the cause, and what to do about it.
+
+    `then`: more words, about what follows from it.
+    """
+    said = [f"{os.fspath(path)}: {error.strerror or error}", *filter(None, (_REMEDIES.get(error.errno or 0), then))]
+    kind = StoreFullError if error.errno in _FULL else TransientStoreError if error.errno in _TRANSIENT else StoreError
+    return kind("; ".join(said), path=os.fspath(path))
+
+
+@contextmanager
+def store_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of the file system that leave the block are `store_error`s of `path`, once; those about absent and
+    existing files stay what they are."""
+    try:
+        yield
+    except (CheckpointError, FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        raise store_error(error, path) from error
+
+
+def plainly(call: _Call) -> _Call:
+    """For the calls that people make: a `CheckpointError` that leaves one ends in a traceback of a few lines, which has
+    the frame of the caller, and no chain of errors that were translated. The chain is logged at DEBUG; with that level
+    nothing is left out. An error with a cause that nobody translates keeps all: it may be a bug."""
+
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except CheckpointError as error:
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug("%s raises", call.__qualname__, exc_info=error)
+                raise
+            if not _shortened(error):
+                raise
+            raise error.with_traceback(None)  # noqa: B904  it is the same error, without the frames up to here
+
+    return cast("_Call", called)
+
+
+def _shortened(error: CheckpointError) -> bool:
+    """Hides the causes of an error, which stay in `__context__`; of a failed save it shows one. False: they stay."""
+    cause = error.__cause__
+    if not isinstance(cause, CheckpointError | OSError | None) and not isinstance(error, StoreError):
+        return False
+    if isinstance(error, SaveFailedError) and cause is not None:
+        cause.__traceback__ = None
+        return not isinstance(cause, CheckpointError) or _shortened(cause)
+    if cause is not None:
+        error.__context__, error.__cause__ = cause, None  # which also keeps the context from being shown
+    return True
 
 
 class TierUnusableError(CheckpointError, ValueError):

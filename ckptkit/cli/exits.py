@@ -15,14 +15,12 @@ from ckptkit.errors import (
     CheckpointError,
     CorruptCheckpointError,
     MemoryBudgetError,
-    NoRestorableStepError,
-    ReplicaMismatchError,
     StepNotFoundError,
     TreeMismatchError,
     internal_error,
+    store_error,
 )
 
-_OF_LINES = (NoRestorableStepError, ReplicaMismatchError, TreeMismatchError)
 _log = logging.getLogger("ckptkit")
 _TALKERS = ("gcsfs", "fsspec", "aiohttp", "asyncio", "absl")  # tracebacks for errors that we print in one line
 
@@ -79,7 +77,7 @@ def _exit_of(error: BaseException) -> Exit:
     if isinstance(error, FileNotFoundError) and error.errno is None:  # ours: a whole sentence
         return _said(str(error), Exit.NOT_FOUND)
     if isinstance(error, OSError):
-        return _said(f"{error.filename or 'input or output'}: {error.strerror or error}", Exit.ERROR)
+        return _said(store_error(error, error.filename or "input or output"), Exit.ERROR)
     _log.debug("internal error", exc_info=error)
     return _said(f"{internal_error(error)}; `ckptkit --debug ...` shows where", Exit.ERROR)
 
@@ -113,6 +111,6 @@ def exit_with(problems: Sequence[str], failed: Sequence[str] = (), unread: Seque
 
 def _said(message: str | CheckpointError, code: Exit) -> Exit:
     """Errors that list what is wrong have a line for each, and have escaped the names in it."""
-    lines = str(message).split("\n") if isinstance(message, _OF_LINES) else [str(message)]
+    lines = str(message).split("\n") if isinstance(message, CheckpointError) and message.has_lines else [str(message)]
     click.echo("\n".join(["ckptkit: " + printable(lines[0]), *map(printable, lines[1:])]), err=True)
     return code

@@ -18,6 +18,7 @@ from ckptkit.inspection import list_steps
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model.tiers import DURABLE
 from ckptkit.store.backends import properties_of
+from ckptkit.store.local import disk_room
 from ckptkit.store.mounts import file_system_of, measured_rate_bytes_s, root_problem, tier_problem
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep import usage
@@ -69,7 +70,15 @@ def diagnose(
         with with_damage(listing.problems):
             told, report = _account(events, notes)
     wrong = misplaced(listing.root, tiers, told, measure=measure)
-    facts = Facts(usage=used, steps=listing.steps, report=report, events=told, misplaced=wrong, host_id=host_id)
+    facts = Facts(
+        usage=used,
+        steps=listing.steps,
+        report=report,
+        events=told,
+        misplaced=wrong,
+        host_id=host_id,
+        durable_room=disk_room(listing.root) if properties_of(listing.root).file_system else None,
+    )
     advice = chain.from_iterable(rule(facts) for rule in RULES)
     return Diagnosis(
         root=listing.root,

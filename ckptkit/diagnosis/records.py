@@ -46,6 +46,7 @@ class Facts:
     """A run as it is known: its account and events (none where no logs were given), its steps, its bytes, its mounts.
 
     `events` are of all processes, attempts and the launcher, in the order of time. `host_id` is this host's.
+    `durable_room`: the bytes of the file system of the root, and the free ones; None for a bucket.
     """
 
     usage: Usage
@@ -54,6 +55,7 @@ class Facts:
     events: Sequence[Event] = field(default_factory=list)
     misplaced: Sequence[Misplaced] = ()
     host_id: str = ""
+    durable_room: tuple[int, int] | None = None
 
     def of(self, kind: Kind, tier: str | None = None) -> list[Event]:
         """The events of a kind, and of a tier where one is given."""

@@ -28,6 +28,7 @@ WAITED_S_MIN = 1.0
 WASTE_GAIN_MIN = 0.01
 DURABLE_AGE_TIMES = 3.0
 DEAD_SHARE_MAX = 0.1
+FREE_SHARE_MIN = 0.01
 STEPS_MAX = 50
 _OWN_PART_ENDS = {SSD: "copied", DURABLE: "written", PEER: "committed_here"}  # what follows waits for others
 
@@ -209,6 +210,27 @@ def not_durable(facts: Facts) -> list[Advice]:
     what = f"the run ended at step {last.step}, which is only in tier {' and '.join(tiers)}: the durable tier {there}"
     advice = f"start it again, and call `save({last.step}, ..., force=True)` with the restored state before `close()`"
     return _said("not_durable", "at risk", what, advice)
+
+
+def full(facts: Facts) -> list[Advice]:
+    """The file system of the durable root has no room for another step, or less than a hundredth of it is free.
+
+    A step: the next one is committed before an old one is deleted. A hundredth: file systems become slow at that.
+    """
+    if facts.durable_room is None:
+        return []
+    total_bytes, free_bytes = facts.durable_room
+    step_bytes = max((each.stored_bytes for each in facts.usage.steps if each.state == "committed"), default=0)
+    if free_bytes >= max(step_bytes, total_bytes * FREE_SHARE_MIN):
+        return []
+    step = f", and a step takes up to {size_text(step_bytes)}" * (step_bytes > 0)
+    state = "full" if free_bytes <= step_bytes else "nearly full"
+    what = (
+        f"the disk of {facts.usage.root} is {state}: {size_text(free_bytes)} of {size_text(total_bytes)} are free{step}"
+    )
+    commands = command_line("du", facts.usage.root), command_line("prune", facts.usage.root, "--keep", "newest=2")
+    advice = f"free some space: `{commands[0]}` shows what takes it, `{commands[1]} --dry-run` which steps would go"
+    return _said("full", "at risk", what, advice)
 
 
 def damaged(facts: Facts) -> list[Advice]:
@@ -403,6 +425,7 @@ def _own_times(facts: Facts) -> Mapping[str, Mapping[int, list[float]]]:
 
 RULES: tuple[DiagnosisRule, ...] = (
     failing,
+    full,
     not_durable,
     damaged,
     replicas,

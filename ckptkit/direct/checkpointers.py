@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 from ckptkit.direct.handlers import proving
 from ckptkit.direct.loading import not_a_tree
 from ckptkit.durable.cells.tensorstore_wait import require_usable
+from ckptkit.errors import store_errors
 from ckptkit.job.coordination import refuse_unjoined
 from ckptkit.model import paths
 from ckptkit.store.backends import properties_of
@@ -145,9 +146,9 @@ def save(
     saved without digests. Cost: one copy of this process's part in host memory, and one write.
 
     `force` replaces what is at `path`. Raises ValueError where something is there already, or for a tree that cannot
-    be saved.
+    be saved, `StoreFullError` for a full disk, `StoreError` where it cannot be written.
     """
-    with Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with store_errors(path), Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         args: Any = ocp.args
         checkpointer.save(root_url(path), args=args.PyTreeSave(tree), force=force, custom_metadata=custom_metadata)
 
@@ -163,7 +164,7 @@ def load(path: str | os.PathLike[str], abstract: Any = None) -> Any:
     Raises `CorruptCheckpointError` for damage, `TreeMismatchError` with all differences, FileNotFoundError where
     nothing is there, or a manager's step or root (its message has the items), `StoreError` for what cannot be reached.
     """
-    with Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+    with store_errors(path), Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         args: Any = ocp.args
         try:
             return checkpointer.restore(root_url(path), args=args.StandardRestore(abstract))

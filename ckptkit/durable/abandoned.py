@@ -19,7 +19,7 @@ from typing import Any
 from ckptkit.durable.commit import intents, remove_uncommitted
 from ckptkit.durable.lifecycle.delete import move_away
 from ckptkit.durable.lifecycle.leases import announced_deletions, drop_dead
-from ckptkit.errors import StoreError
+from ckptkit.errors import store_error
 from ckptkit.model import paths
 from ckptkit.store import Store, put_new
 
@@ -67,7 +67,7 @@ def finish_deletions(store: Store) -> None:
         try:
             _empty_leaving(store, [name for name, step in left.items() if step not in live], shutil.rmtree)
         except OSError as error:
-            raise StoreError(f"{error.filename or store.url}: {error.strerror or error}", path=store.url) from error
+            raise store_error(error, error.filename or store.url) from error
     if not store.properties.atomic_rename:
         for _, name in intents(store):
             _, step_name = paths.intent_of_name(name) or (0, "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -44,17 +45,19 @@ from ckptkit.durable.prune import Pruner, Report
 from ckptkit.durable.read_step import DurableReader, identity_metadata
 from ckptkit.durable.write_part import DurableItem
 from ckptkit.durable.write_step import StepWriter
-from ckptkit.errors import CorruptCheckpointError, StoreError
+from ckptkit.errors import CorruptCheckpointError, StoreError, StoreFullError
 from ckptkit.job.coordination import Coordinator, ScopedCoordinator
 from ckptkit.model import paths
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
+from ckptkit.store.local import lacking_room
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
 from ckptkit.util.words import command_line
 
+_log = logging.getLogger("ckptkit")
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
 
 
@@ -149,6 +152,22 @@ class DurableSteps:
     def writes_itself(self) -> bool:
         """Whether our own writer writes what it can; the caller's options may leave every step to Orbax."""
         return not finishes_in_its_own_way(self._options)
+
+    def require_room(self, step_bytes: int) -> None:
+        """Raises `StoreFullError` where the file system of the root cannot hold a step of `step_bytes`.
+
+        Asks nothing of a bucket, or where cells are compressed. Warns only, where the step may share unchanged cells
+        with one that is there.
+        """
+        if not properties_of(self.url).file_system or self.profile.compression is not None or not self.writes_itself:
+            return
+        why = lacking_room(self.url, step_bytes)
+        if why is None:
+            return
+        if self.kept() and self.profile.shared_steps_max > 1:
+            _log.warning("%s: the next durable save fails, unless most leaves are unchanged", why)
+            return
+        raise StoreFullError(f"{why}; free some space or take another directory", path=self.url)
 
     def reader(self, step: int) -> DurableReader:
         """A reader of one step, which compares every cell that it returns with its digest."""

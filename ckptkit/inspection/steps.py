@@ -23,7 +23,7 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import Holding, Listing, StepEntry
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
-from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.model.manifest import Manifest, SaveId, metrics_of
 from ckptkit.model.paths import METRICS
 from ckptkit.model.tiers import DURABLE, TIERS_ENTRY, places_of_text
 from ckptkit.slots.reader import slot_directories
@@ -228,7 +228,12 @@ def _fast_entry(save_id: SaveId, shares: Sequence[tuple[str, Share]], ancestry: 
     manifests = [share.manifest for _, share in shares]
     names = sorted({name for manifest in manifests for name in (*manifest.arrays, *manifest.inline)})
     entry = StepEntry(
-        step=save_id.step, state="committed", save_id=save_id, items=tuple(names), holdings=_holdings(shares)
+        step=save_id.step,
+        state="committed",
+        save_id=save_id,
+        items=tuple(names),
+        holdings=_holdings(shares),
+        metrics=metrics_of(manifests),
     )
     if ancestry.superseded(save_id) or ancestry.disowned(save_id):
         return replace(entry, state="abandoned")

@@ -258,6 +258,9 @@ class Launcher:
             self._say("interrupted: all processes are stopped")
             return ExitCode.INTERRUPTED
         if ExitCode.PREEMPTED not in codes.values():
+            first = self._local.beats().get(0)
+            if first is not None and first.behind is not None:
+                self._say(f"the job has ended, and {first.behind}; the last warning of process 0 has the reason")
             return ExitCode.OK
         self._say("preempted, state saved: the same command continues from there")
         return ExitCode.PREEMPTED

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of_job
 from ckptkit.durable.orbax.reports import save_entry
-from ckptkit.errors import SaveFailedError
+from ckptkit.errors import SaveFailedError, plainly
 from ckptkit.events import EventLog, default_log
 from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
@@ -33,7 +33,7 @@ from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import saved_step_number, step_number
 from ckptkit.model.policies import ProcessOptions, SaveOptions
-from ckptkit.model.tiers import Tier, checked_tiers
+from ckptkit.model.tiers import DURABLE, Tier, checked_tiers
 from ckptkit.save.book.ledger import StepRecord
 from ckptkit.save.book.under_way import described, exit_drain
 from ckptkit.save.last_save import LastSave
@@ -71,6 +71,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     Raises `NotJoinedError` in a worker of `ckptkit run` that has not called `jax.distributed.initialize()`.
     """
 
+    @plainly
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -143,6 +144,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Whether it saves and deletes nothing: Orbax's option `read_only`."""
         return self._options.read_only
 
+    @plainly
     def save(
         self,
         step: int,
@@ -202,6 +204,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._logger.log_entry(save_entry(start_s, step, self.directory, spans, synchronous=synchronous))
         return True
 
+    @plainly
     def prepare(self, args: Any) -> None:
         """Makes the slots of the fast tiers in the background, for saves of `args` (as given to `save`).
 
@@ -220,6 +223,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._account.called(step, "should_save")
         return self._pipeline.is_due(step)
 
+    @plainly
     def restore(
         self,
         step: int | None,
@@ -265,6 +269,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 return self._resumer.restore_elsewhere(root_url(directory), step, wanted, start_s, about)
             return self._resumer.restore(step, wanted, start_s, about)
 
+    @plainly
     def restore_async(self, step: int | None, args: Any = None) -> RestoreHandle:
         """Begins `restore(step, args=args)` in the background, so that the caller compiles its step meanwhile.
 
@@ -292,10 +297,20 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._ledger.latest_step()
 
     def best_step(self) -> int | None:
-        """The step with the best metrics by `best_fn`, the latest one without it; None where none has metrics."""
+        """The step with the best metrics by `best_fn`, the latest one without it; None where none has metrics.
+
+        With `best_fn` only steps count that the durable root holds, or that are in flight to it: the fast tiers keep
+        the newest steps, and would soon have lost the best one.
+        """
         if self._options.best_fn is None:
             return self.latest_step()
-        return self._metadata_index.best_of(self._ledger.steps())
+        coming = self._pipeline.under_way.left()
+        lasting = {
+            record.step
+            for record in self._ledger.records()
+            if DURABLE in record.tiers or DURABLE in coming.get(record.step, ())
+        }
+        return self._metadata_index.best_of([step for step in self._ledger.steps() if step in lasting])
 
     def all_steps(self, read: bool = False) -> list[int]:
         """Every step in some tier or in flight, in Orbax's order; abandoned branches are left out.
@@ -306,12 +321,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             self.reload()
         return self._ledger.steps()
 
+    @plainly
     def reload(self) -> None:
         """Reads every tier again: other processes may have written or removed steps. Waits for the saves in flight."""
         with self._calls.entered("reload") as about:
             self._resumer.refuse_while_pending("reload")
         self._catalog.reload(about)
 
+    @plainly
     def delete(self, step: int) -> None:
         """Deletes a step from every tier; does nothing with the option `read_only`.
 
@@ -330,6 +347,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             raise ValueError("`step` must be provided: item metadata is of one step, not of the root")
         return self.metadata(step).item_metadata
 
+    @plainly
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's `StepMetadata` of a step, `RootMetadata` of the whole without one.
 
@@ -356,16 +374,19 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Whether any tier is still being written."""
         return not self._pipeline.threads.idle
 
+    @plainly
     def wait_until_finished(self) -> None:
         """Waits until every save that was taken is in all its tiers; raises `SaveFailedError` if one is not."""
         with self._account.waiting(self._pipeline.under_way):
             self._pipeline.threads.wait()
         self.check_for_errors()
 
+    @plainly
     def check_for_errors(self) -> None:
         """Raises `SaveFailedError` for a background failure, once."""
         self._pipeline.outcomes.raise_failure()
 
+    @plainly
     def close(self, *, remove_arenas: bool = False) -> None:
         """Finishes the saves in flight, then releases slots and threads; raises `SaveFailedError` if a save has failed.
 
@@ -440,6 +461,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Which save was restored last, until the next save; None where none was."""
         return self._components.history.branch.base
 
+    @plainly
     def save_last(
         self,
         step: int,

@@ -15,7 +15,7 @@ from ckptkit.durable.orbax.preservation import by_metrics
 from ckptkit.durable.read_step import without_identity
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import StepNotFoundError
-from ckptkit.model.manifest import STRUCTURE, Manifest, merged_leaves
+from ckptkit.model.manifest import STRUCTURE, Manifest, merged_leaves, metrics_of
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.local_tiers import LocalSave
@@ -55,7 +55,7 @@ class MetadataIndex:
         if self._options.best_fn is None or self._options.lightweight_initialize:
             self._metrics = durable
             return
-        fast = {save_id.step: _metrics_in(save.manifests) for save_id, save in self._inventory.local.saves().items()}
+        fast = {save_id.step: metrics_of(save.manifests) for save_id, save in self._inventory.local.saves().items()}
         self._metrics = {step: durable.get(step) if durable.get(step) is not None else fast.get(step) for step in steps}
 
     def taken(self, step: int, metrics: Any) -> None:
@@ -68,13 +68,20 @@ class MetadataIndex:
 
     def best_of(self, steps: Sequence[int]) -> int | None:
         """The best of `steps` by the options' `best_fn`, the last saved of equals, a NaN after all others; None where
-        none has metrics."""
+        none has metrics. Raises what `best_fn` raises, where it can read the metrics of no step."""
         assert self._options.best_fn is not None
-        with_metrics = [step for step in steps if self._metrics.get(step) is not None]
         minimum = self._options.best_mode == "min"
-        key = by_metrics(self._options.best_fn, minimum=minimum)
-        by_quality = sorted(with_metrics, key=lambda step: key(self._metrics[step]), reverse=minimum)
-        return by_quality[-1] if by_quality else None
+        key, ranked, unread = by_metrics(self._options.best_fn, minimum=minimum), list[tuple[Any, int]](), None
+        for step in steps:
+            if (metrics := self._metrics.get(step)) is not None:
+                try:
+                    ranked.append((key(metrics), step))
+                except Exception as error:  # noqa: BLE001  the caller's function, on metrics of any run
+                    unread = unread or error
+        if unread is not None and not ranked:
+            raise unread
+        ranked.sort(key=lambda each: each[0], reverse=minimum)
+        return ranked[-1][1] if ranked else None
 
     def cached_metrics(self, step: int) -> Any:
         """The metrics of `step` that were seen so far, None where none were."""
@@ -84,7 +91,7 @@ class MetadataIndex:
         """The metrics that a tier has of `step`, None where there are none."""
         found = self._durable.stock.orbax.metrics(step)
         if found is None and (save := self._local(step)) is not None:
-            found = _metrics_in(save.manifests)
+            found = metrics_of(save.manifests)
         return found
 
     def metadata(self, step: int) -> Any:
@@ -120,7 +127,7 @@ class MetadataIndex:
         default_item = set(items) - {METRICS_ITEM} == {DEFAULT_ITEM} and self._durable.stock.default_item is not False
         return step_metadata(
             item_metadata=items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items),
-            metrics=_metrics_in(manifests) or {},
+            metrics=metrics_of(manifests) or {},
         )
 
 
@@ -129,11 +136,6 @@ def durable_infos(ledger: Ledger, durable: DurableSteps) -> list[StepInfo]:
     known = {info.step: StepInfo(info.step, info.time, info.metrics) for info in durable.stock.infos()}
     held = dict.fromkeys(record.step for record in ledger.records() if DURABLE in record.tiers)
     return [known[step] for step in held if step in known]
-
-
-def _metrics_in(manifests: Sequence[Manifest]) -> Any:
-    stored = next((m.inline[METRICS_ITEM] for m in manifests if METRICS_ITEM in m.inline), None)
-    return stored["value"] if stored is not None and stored["kind"] == "metrics" else None
 
 
 def _tree_metadata(manifests: Sequence[Manifest], item: str) -> Any:

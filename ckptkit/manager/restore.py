@@ -24,8 +24,9 @@ from ckptkit.manager.build import Components
 from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.root import epoch_records
-from ckptkit.manager.run_account import RunAccount
+from ckptkit.manager.run_account import RunAccount, is_unwinding
 from ckptkit.manager.settings import Settings
+from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.candidates import Inventory
@@ -197,6 +198,8 @@ class Resumer:
     def _take_over(self, restored: Restored, start_s: float) -> Any:
         """The run continues from what was restored."""
         history, pipeline = self._components.history, self._components.pipeline
+        if not self._settings.options.read_only:
+            pipeline.slots.require_room(restored.slot_bytes)
         history.branch.continue_from(restored.save_id)
         pipeline.outcomes.go_on()
         heartbeat.resumed(restored.save_id.step)
@@ -238,20 +241,43 @@ class Resumer:
         return self._given(restored, rejected, start_s, self._components.storage.durable.directory)
 
     def warn_if_not_durable(self) -> None:
-        """At the end of a run that saved nothing after its restore: a WARNING where only fast tiers hold the step."""
+        """At the end of a run: a WARNING where the durable tier does not have its last step."""
         history = self._components.history
         base, every = history.branch.base, history.ledger.every()
-        if base is None or self._settings.options.read_only or self._components.job.coordinator.process > 0:
+        if self._settings.options.read_only or self._components.job.coordinator.process > 0:
             return
-        durable = sorted(record.save_id for record in every if DURABLE in record.tiers)
+        durable = max((record.save_id for record in every if DURABLE in record.tiers), default=None)
+        has = "no step" if durable is None else f"step {durable.step}"
+        if base is None:
+            if history.branch.has_saved and not is_unwinding():
+                self._warn_of_last(durable, has)
+            return
         tiers = [tier for record in every if record.save_id == base for tier in record.tiers]
-        if tiers and not any(save_id >= base for save_id in durable):
+        if tiers and (durable is None or durable < base):
             _log.warning(
                 "step %d is only in tier %s: the durable tier has %s. This run restored it and saved nothing after it, "
                 "so the loss of these tiers loses the step. Start the run again, and call save(%d, ..., force=True) "
                 "with the restored state before close()",
-                *(base.step, " and ".join(tiers), f"step {durable[-1].step}" if durable else "no step", base.step),
+                *(base.step, " and ".join(tiers), has, base.step),
             )
+            _report_behind(base.step, durable)
+
+    def _warn_of_last(self, durable: SaveId | None, has: str) -> None:
+        """The last line of a run that saved steps after the newest durable one, or lost them."""
+        ledger = self._components.history.ledger
+        records = [*ledger.records(), *ledger.failed()]
+        later = [each for each in records if durable is None or each.save_id > durable]
+        if not later:
+            return
+        last = max(later, key=lambda record: record.save_id)
+        where, then = "is in no tier", "The warnings before this one have the reason"
+        if last.tiers:
+            where = f"is only in tier {' and '.join(last.tiers)}"
+            then = "To keep the last step of a run, save it with force=True"
+        _log.warning(
+            "the run ends, and its last step %d %s: the durable tier has %s. %s", last.save_id.step, where, has, then
+        )
+        _report_behind(last.save_id.step, durable)
 
     def _warn_of_newer(self, restored: Restored) -> None:
         """The newer steps that the next save abandons though nothing is wrong with them: the caller chose `step`."""
@@ -324,3 +350,8 @@ def _newest_first(steps: Iterable[int]) -> str:
 
 def _shown(rejected: Sequence[Rejection]) -> str:
     return "; ".join(f"{each}"[:_REASON_CHARS_MAX] for each in rejected)
+
+
+def _report_behind(step: int, durable: SaveId | None) -> None:
+    """For the agent of `ckptkit run`, which reports it once more at the end of the job."""
+    heartbeat.ended(heartbeat.Behind(step=step, durable=None if durable is None else durable.step))

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
+from ckptkit.errors import plainly
 from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.records import Restored
 
@@ -44,6 +45,7 @@ class RestoreHandle:
         other what they have read. Processes may get different answers, so a job must not base a decision on it."""
         return self._restored.done() or self._caller.is_all_that_is_missing
 
+    @plainly
     def result(self, timeout: float | None = None) -> Any:
         """Returns or raises the same as `restore`. Waits at most `timeout` seconds (None: without limit).
 

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.file_items import FilesSave, written_by
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
-from ckptkit.durable.orbax.preservation import prunes
+from ckptkit.durable.orbax.preservation import by_metrics, prunes
 from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.events import Kind
 from ckptkit.manager.build import Components
@@ -19,7 +19,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.pipeline import Call
 from ckptkit.save.records import LastTurn, Save
-from ckptkit.snapshot.copying import abstract_slot_bytes, transfer_bytes
+from ckptkit.snapshot.copying import describe_abstract, transfer_bytes
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems, abstract_items, as_it_is, save_items
 from ckptkit.snapshot.json_values import require_json, require_json_dict
@@ -42,6 +42,7 @@ class Saver:
         self._pinned = settings.saving.staging == PINNED
         self.reported: set[str] = set()  # items reported as not held by fast tiers
         self.no_files: set[str] = set()  # items whose handlers write what is not made of files alone
+        self._has_saved = False
 
     def take(self, call: Call, arguments: OrbaxArguments, *, start_s: float, last: LastTurn | None = None) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. `start_s`: when the step loop
@@ -67,13 +68,28 @@ class Saver:
         by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
         abstract = abstract_items(by_name)
         if abstract is not None and not _all_placed(abstract.trees):
-            self.pipeline.slots.prepare(*abstract_slot_bytes(abstract.trees, pinned=self._pinned))
+            description = describe_abstract(abstract.trees)
+        else:
+            own = abstract or save_items(by_name)
+            if isinstance(own, str):
+                return
+            description = self.pipeline.describe(own.trees, chunk_bytes=own.chunk_bytes)
+        is_ours = not self.durable.stock.has_given_handlers
+        if is_ours and all(isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave) for arg in by_name.values()):
+            self.durable.require_room(description.tree_bytes)
+        transfers_bytes = transfer_bytes(description.extents, pinned=self._pinned)
+        self.pipeline.slots.prepare(description.slot_bytes, description.share_bytes, transfers_bytes)
+
+    def require_room(self, description: Description, *, by_orbax: bool) -> None:
+        """At the first save of a run: raises `StoreFullError` where a tier has no room for its slots, or the durable
+        directory for one step. Later ones degrade the tier. `by_orbax`: Orbax compresses, so the size is not known."""
+        if self._has_saved:
             return
-        captured = abstract or save_items(by_name)
-        if not isinstance(captured, str):
-            description = self.pipeline.describe(captured.trees, chunk_bytes=captured.chunk_bytes)
-            transfers_bytes = transfer_bytes(description.extents, pinned=self._pinned)
-            self.pipeline.slots.prepare(description.slot_bytes, description.share_bytes, transfers_bytes)
+        self._has_saved = True
+        self.pipeline.slots.size(description.slot_bytes, description.share_bytes)
+        self.pipeline.slots.require_room(description.slot_bytes)
+        if not by_orbax:
+            self.durable.require_room(description.tree_bytes)
 
 
 @final
@@ -138,6 +154,8 @@ class OrbaxArguments:
         save.by_orbax = DURABLE in save.due and foreign
         if DURABLE in save.due and not foreign:
             refuse_empty_arrays(save.description, held, self.args)
+        if save.last is None:
+            saver.require_room(save.description, by_orbax=foreign)
 
     def taken(self) -> None:
         """See `Arguments`."""
@@ -192,10 +210,10 @@ def _all_placed(trees: Mapping[str, Any]) -> bool:
 
 
 def _refuse_unordered(options: Any, metrics: Any) -> None:
-    """Raises what `best_fn` raises for metrics by which steps are to be kept: later it would end every save."""
+    """Raises what `best_fn` raises for metrics by which steps are to be kept, and TypeError where it makes no number of
+    them: the step would count as one without metrics."""
     if metrics is not None and options.best_fn is not None and prunes(options):
-        value = options.best_fn(metrics)
-        _ = value < value  # as sorting will ask
+        by_metrics(options.best_fn, minimum=options.best_mode == "min")(metrics)
 
 
 def refuse_empty_arrays(description: Description, items: SaveItems, args: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from ckptkit.model.manifest_checks import FILES as FILES
 from ckptkit.model.manifest_checks import STRUCTURE as STRUCTURE
 from ckptkit.model.manifest_checks import LeafKind as LeafKind
 from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf, check_small_item
-from ckptkit.model.paths import is_part
+from ckptkit.model.paths import METRICS, is_part
 
 FORMAT = 3
 _READ_FORMATS = (1, 2, 3)  # 1: each leaf has the text of its sharding; 1 and 2: saves name neither root nor run
@@ -306,6 +306,12 @@ def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
         for leaf in manifest.arrays.get(item, ()):
             leaves.setdefault(leaf.path, leaf)
     return list(leaves.values())
+
+
+def metrics_of(manifests: Iterable[Manifest]) -> Any:
+    """The metrics that a save was made with; None where it keeps none."""
+    stored = next((each.inline[METRICS] for each in manifests if METRICS in each.inline), None)
+    return stored["value"] if stored is not None and stored["kind"] == METRICS else None
 
 
 def refuse_unreadable(size_bytes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from ckptkit.errors import CheckpointError
+from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.model.tiers import PEER, SSD
 from ckptkit.save.agreement.protocol import Machinery
 from ckptkit.save.book.outcomes import Outcomes
@@ -15,6 +15,7 @@ from ckptkit.util.clock import Deadline
 from ckptkit.util.notice import Notice
 
 _LOOK_S = 0.1
+_SETTLED_S = 60.0  # for slots that are being made when a full tier is found
 
 
 @final
@@ -26,6 +27,7 @@ class SlotMaker:
         self._retention = retention
         self._outcomes = outcomes
         self._prepared_bytes = 0
+        self._room_for_bytes = 0  # of a slot: what `require_room` has found room for
         self._worker = machinery.make_worker("ckptkit-arena", waiting_max=4)
         self._may_work = True
         self._notice = Notice()
@@ -40,11 +42,28 @@ class SlotMaker:
         Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
         """
         self.size(slot_bytes, share_bytes)
+        self._room_for_bytes = slot_bytes  # first: `require_room` does not raise the same again
+        self._check_room(slot_bytes, transfer_bytes)
+        self.reserve(slot_bytes)
+
+    def require_room(self, slot_bytes: int) -> None:
+        """The check of `prepare`, for a start without it: raises `StoreFullError` once for a size."""
+        if slot_bytes <= self._room_for_bytes:
+            return
+        self._room_for_bytes = slot_bytes
+        try:
+            self._check_room(slot_bytes)
+        except StoreFullError:
+            if self._worker.idle:
+                raise
+            self.wait_idle(_SETTLED_S)  # slots grew between two questions
+            self._check_room(slot_bytes)
+
+    def _check_room(self, slot_bytes: int, transfer_bytes: int = 0) -> None:
         beside_bytes = sum(peer_arena.missing_bytes(slot_bytes) for peer_arena in self._peer_arenas)
         self._tiers.staging.check_room(slot_bytes, beside_bytes=beside_bytes, transfer_bytes=transfer_bytes)
         if self._tiers.disk is not None:
             self._tiers.disk.check_room(slot_bytes)
-        self.reserve(slot_bytes)
 
     def size(self, slot_bytes: int, share_bytes: int) -> None:
         """Sets the size of saves: the number of a tier's slots may follow from it."""

@@ -59,7 +59,7 @@ class Arena:
     ):
         self.directory = directory
         self._processes = processes  # of the job
-        self._room = SlotRoom(directory, memory)
+        self._room = SlotRoom(directory, memory, is_disk=synced)
         self.synced = synced
         self._lock_fd = lock_fd
         self._changed = threading.Condition()

@@ -99,7 +99,7 @@ class SlotFiles:
         slot.memory, slot.contents = np.empty(0, np.uint8), UNKNOWN
         if self._synced and self._directory is not None:
             self.unmap(slot)
-            file = self._files[slot.name] = _allocated(DiskFile, self._directory / slot.name, size_bytes)
+            file = self._files[slot.name] = _allocated(DiskFile, self._directory / slot.name, size_bytes, is_disk=True)
             self._made[slot.name] = identity_of(self._directory / slot.name)
             sync_directory(self._directory)  # no manifest may reach the disk before the name of its slot
             slot.memory = file.memory
@@ -107,7 +107,7 @@ class SlotFiles:
         if self._directory is None:
             mapping = mmap.mmap(-1, size_bytes)
         else:
-            mapping = _allocated(_map_file, self._directory / slot.name, size_bytes)
+            mapping = _allocated(_map_file, self._directory / slot.name, size_bytes, is_disk=False)
             self._made[slot.name] = identity_of(self._directory / slot.name)
         self._maps[slot.name] = mapping
         slot.memory = np.frombuffer(mapping, np.uint8)
@@ -174,14 +174,15 @@ class SlotFiles:
             return 0
 
 
-def _allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _T:
+def _allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int, *, is_disk: bool) -> _T:
     """The result of `make`; raises `StoreFullError` if the mount has no room for it."""
     try:
         return make(path, size_bytes)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise store_full(mount_room(path.parent), f"slot {path} needs {size_bytes} bytes", LESS_ON_MOUNT) from error
+        room = mount_room(path.parent, is_disk=is_disk)
+        raise store_full(room, f"slot {path} needs {size_bytes} bytes", LESS_ON_MOUNT) from error
 
 
 def _map_file(path: Path, size_bytes: int) -> mmap.mmap:

@@ -89,10 +89,10 @@ class SlotRoom:
     """The room of the slots of one directory, or of anonymous ones (`directory=None`). `memory`: the limits that they
     share with others; None for a disk."""
 
-    def __init__(self, directory: Path | None, memory: HostMemory | None):
+    def __init__(self, directory: Path | None, memory: HostMemory | None, *, is_disk: bool = False):
         self.name = str(directory or "the staging memory")
         self._directory = directory
-        self._memory = memory
+        self._memory, self._is_disk = memory, is_disk
         self._less = LESS_ON_MOUNT if directory else "lower in_flight_max, or shard the state over more processes"
 
     def refuse_beyond(self, missing_bytes: int, needs: str, *, on_mount: bool = True) -> None:
@@ -100,7 +100,7 @@ class SlotRoom:
         those of host memory alone."""
         rooms = [] if self._memory is None else self._memory.rooms(self._memory.taken_bytes)
         if on_mount and self._directory is not None:
-            rooms.append(mount_room(self._directory))
+            rooms.append(mount_room(self._directory, is_disk=self._is_disk))
         room = min(rooms, key=lambda room: room.free_bytes, default=None)
         if room is not None and missing_bytes > room.free_bytes:
             free, missing = size_text(room.free_bytes), size_text(missing_bytes)
@@ -112,11 +112,11 @@ def store_full(room: Room, needs: str, less: str) -> StoreFullError:
     return StoreFullError(f"{needs}, {room.free_bytes} are free {room.where}; {room.more}, {less}")
 
 
-def mount_room(directory: Path) -> Room:
+def mount_room(directory: Path, *, is_disk: bool) -> Room:
     """The room on the mount of `directory`; for a container's small /dev/shm, how to get more."""
     total_bytes, free_bytes = _mount_bytes(directory)
-    more = "mount a larger ramdisk"
-    if total_bytes <= CONTAINER_SHM_BYTES:
+    more = "free some space on that disk" if is_disk else "mount a larger ramdisk"
+    if total_bytes <= CONTAINER_SHM_BYTES and not is_disk:
         more = (
             f"the whole mount has {total_bytes} bytes, as a container's own /dev/shm does: run Docker with --shm-size, "
             "or mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram"

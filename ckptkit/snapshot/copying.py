@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ckptkit.model.digests import copy_digested, digest_of
-from ckptkit.snapshot.describe import Digests, SlotExtent, describe_items
+from ckptkit.snapshot.describe import Description, Digests, SlotExtent, describe_items
 from ckptkit.snapshot.shards import Shard, in_pinned_memory, is_read_from_pinned, unless_full
 from ckptkit.util.sharing import SMALL_BYTES, copy_threads, host_processes, share_work
 
@@ -112,14 +112,13 @@ def transfer_bytes(extents: Iterable[SlotExtent], *, pinned: bool = False) -> in
     return sum(min(total[device], max(2 * window, window + largest[device])) for device in total)
 
 
-def abstract_slot_bytes(trees: Mapping[str, Any], *, pinned: bool = False) -> tuple[int, int, int]:
-    """The bytes of slot that a save of `trees` takes on this process, the most on any, and those of its transfers.
+def describe_abstract(trees: Mapping[str, Any]) -> Description:
+    """The description of a save of `trees`.
 
     Leaves may be `jax.ShapeDtypeStruct`; one without a sharding counts as an array in host memory, whole on every
     process. Raises as `describe_items`.
     """
-    description = describe_items({item: jax.tree.map(_placed, tree) for item, tree in trees.items()})
-    return description.slot_bytes, description.share_bytes, transfer_bytes(description.extents, pinned=pinned)
+    return describe_items({item: jax.tree.map(_placed, tree) for item, tree in trees.items()})
 
 
 def _placed(leaf: Any) -> Any:

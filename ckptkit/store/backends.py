@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, Literal
 
-from ckptkit.errors import StoreError
+from ckptkit.errors import StoreError, one_line
 from ckptkit.store.base import Properties
 from ckptkit.store.local import DIRECTORY, directory_properties
 from ckptkit.util.words import count_text
@@ -215,6 +215,12 @@ BACKENDS: Final = {
 _AT_A_TIME = 16
 
 
+def endpoint_of(client: Any) -> str | None:
+    """The address that a file system of gcsfs or s3fs asks, without a request; None for others."""
+    service = getattr(getattr(client, "_s3", None), "meta", None)
+    return getattr(client, "_location", None) or getattr(service, "endpoint_url", None)
+
+
 def backend_of(url: str) -> Backend:
     """The row of a bucket URL, or of a path: nothing is asked."""
     scheme, found, _ = url.partition("://")
@@ -261,22 +267,24 @@ def refused(url: str, text: str, *, needs: Needed) -> StoreError:
     """
     scheme, _, path = url.partition("://")
     bucket = f"{scheme}://{path.partition('/')[0]}"
-    quoted = text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]} ..."
+    text = " ".join(text.split())
+    quoted = one_line(text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]} ...")
+    where = one_line(url)
     if "quota" in text.lower():
-        return StoreError(
-            f"{url}: {bucket} takes no more, a quota is reached: {quoted}\nRaise it, or delete what is not needed.",
-            path=url,
-        )
-    access, caller = backend_of(url).access, _CALLER.search(text)
-    named = access.named.search(text)
-    missing = named[0] if named else access.permissions.get(needs, "a permission that it did not name")
-    who = caller[1] if caller else identity(url)
-    return StoreError(
-        f"{url}: the bucket {bucket} refuses {who}; missing is {missing}\n"
-        f"The credentials in use may not do this; grant {access.grant} on the bucket to them, or sign in with others "
-        f"({access.sign_in}).\nThe service answered: {quoted}",
-        path=url,
-    )
+        lines = [f"{where}: {bucket} takes no more, a quota is reached", "Raise it, or delete what is not needed."]
+    else:
+        access, caller = backend_of(url).access, _CALLER.search(text)
+        named = access.named.search(text)
+        missing = named[0] if named else access.permissions.get(needs, "a permission that it did not name")
+        who = caller[1] if caller else identity(url)
+        lines = [
+            f"{where}: the bucket {bucket} refuses {who}; missing is {missing}",
+            f"The credentials in use may not do this; grant {access.grant} on the bucket to them, or sign in with "
+            f"others ({access.sign_in}).",
+        ]
+    error = StoreError("\n".join([*lines, f"The service answered: {quoted}"]), path=url)
+    error.has_lines = True
+    return error
 
 
 def identity(url: str) -> str:

@@ -8,22 +8,21 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import final
 
-from ckptkit.errors import OutsideRootError, StoreError, StoreFullError, TransientStoreError
+from ckptkit.errors import OutsideRootError, StoreError, StoreFullError, store_errors
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
-from ckptkit.store.mounts import file_system_of
+from ckptkit.store.mounts import existing, file_system_of
+from ckptkit.util.words import size_text
 
 DIRECTORY = Properties(file_system=True, round_trips=False, atomic_rename=True, generations=False, known_to_orbax=False)
 _MARKED = replace(DIRECTORY, atomic_rename=False)
-_TRANSIENT = {errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE}
 _UNFINISHED = re.compile(r"\.put-[0-9a-f]{32}")
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}  # the errors of link(2) without hard links
 
 
@@ -56,7 +55,7 @@ class LocalStore:
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Stores `data` whole (see `Store.put`); survives power loss on return unless `durable=False`."""
         path = self._path(key, writes=True)
-        with _translated(path):
+        with store_errors(path):
             try:
                 make_directory(path.parent, synced=self._durable)
             except (FileExistsError, NotADirectoryError) as error:
@@ -100,7 +99,7 @@ class LocalStore:
         `FileExistsError` if `target` exists. Without hard links a `target` that is put at the same moment is replaced.
         """
         old, new = self._path(source, writes=True), self._path(target, writes=True)
-        with _translated(new):
+        with store_errors(new):
             try:
                 os.link(old, new)
                 os.unlink(old)
@@ -120,7 +119,7 @@ class LocalStore:
     def get(self, key: str) -> bytes:
         """The whole object; raises `FileNotFoundError` where there is none."""
         path = self._path(key)
-        with _translated(path):
+        with store_errors(path):
             try:
                 if stat.S_ISFIFO(path.stat().st_mode) or stat.S_ISCHR(path.stat().st_mode):
                     raise StoreError(f"{path} is a pipe or a device, which no object is", path=str(path))
@@ -131,7 +130,7 @@ class LocalStore:
     def stat(self, key: str) -> Stat | None:
         """Facts about an object; None where there is none."""
         path = self._path(key)
-        with _translated(path):
+        with store_errors(path):
             try:
                 found = path.stat()
             except (FileNotFoundError, NotADirectoryError):
@@ -141,7 +140,7 @@ class LocalStore:
     def list(self, prefix: str) -> list[str]:
         """The names right below `prefix`, sorted; directories end in `/`. Unfinished puts are left out."""
         path = self._path(prefix) if prefix else self._root
-        with _translated(path):
+        with store_errors(path):
             try:
                 entries = list(os.scandir(path))
             except (FileNotFoundError, NotADirectoryError):
@@ -151,7 +150,7 @@ class LocalStore:
     def delete(self, key: str) -> None:
         """Removes an object; an absent one is not an error."""
         path = self._path(key, writes=True)
-        with _translated(path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        with store_errors(path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
             self._sync_directory(path.parent)
 
@@ -239,8 +238,31 @@ def require_free(directory: str, needed_bytes: int, *, there_bytes: int = 0, tar
     """Raises `StoreFullError` where a directory's file system lacks room for `target`, of which a part is there."""
     free = shutil.disk_usage(directory).free
     if needed_bytes > free + there_bytes:
-        why = f"{directory} has {free} bytes free, and {needed_bytes} are needed; nothing was written"
+        why = (
+            f"{directory} has {free} bytes free, and {needed_bytes} are needed; nothing was written: free some space "
+            "or take another directory"
+        )
         raise StoreFullError(why, path=target)
+
+
+def disk_room(directory: str) -> tuple[int, int] | None:
+    """The bytes of the file system of a directory, and the free ones of them; None where it reports no size, as some
+    mounts do, or cannot be asked."""
+    try:
+        mount = os.statvfs(existing(directory))
+    except OSError:
+        return None
+    return (mount.f_blocks * mount.f_frsize, mount.f_bavail * mount.f_frsize) if mount.f_blocks else None
+
+
+def lacking_room(directory: str, needed_bytes: int) -> str | None:
+    """That the file system of a directory has less than `needed_bytes` free, with both numbers; None where it has
+    them, or reports no size."""
+    room = disk_room(directory)
+    if room is None or needed_bytes <= room[1]:
+        return None
+    needed, free = size_text(needed_bytes), size_text(room[1])
+    return f"{directory} needs {needed_bytes} bytes for a step, {room[1]} are free ({needed} needed, {free} free)"
 
 
 def remove_empty(directory: str | os.PathLike[str]) -> None:
@@ -308,18 +330,3 @@ def sync_tree(path: str | os.PathLike[str], synced: set[tuple[int, ...]] | None 
                 os.close(fd)
         if os.path.isdir(directory):
             sync_directory(directory)
-
-
-@contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, FileExistsError):
-        raise
-    except OSError as error:
-        message = f"{path}: {error.strerror or error}"
-        if error.errno in _FULL:
-            raise StoreFullError(f"{message}; free some space or take another directory", path=str(path)) from error
-        if error.errno in _TRANSIENT:
-            raise TransientStoreError(message, path=str(path)) from error
-        raise StoreError(message, path=str(path)) from error

@@ -15,8 +15,9 @@ from typing import Any, final
 import fsspec
 
 from ckptkit.errors import StoreError, TransientStoreError
-from ckptkit.store.backends import BACKENDS, PLAIN_PATH, Needed, backend_of, is_refusal, refused
+from ckptkit.store.backends import BACKENDS, PLAIN_PATH, Needed, backend_of, endpoint_of, is_refusal, refused
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key, is_key
+from ckptkit.store.reaching import network_problem
 from ckptkit.store.retry import within_deadline
 from ckptkit.util.package import install_command
 
@@ -273,7 +274,7 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
         message = f"{where}: {type(error).__name__}: {error}"
         if isinstance(error, TimeoutError):
             limit_s = timeout_s or OPERATION_TIMEOUT_S
-            message = f"{where}: no answer within {limit_s:g} s; look at the network and at the service"
+            message = f"{where}: no answer within {limit_s:g} s{_why_silent(where)}"
         if status == 412:
             raise FileExistsError(message) from error
         # gcsfs makes an OSError of a 403 and keeps no status.
@@ -287,6 +288,17 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
         if status in _TRANSIENT_STATUS or _is_unanswered(error, access.unanswered):
             raise TransientStoreError(message, path=where) from error
         raise StoreError(message, path=where) from error
+
+
+def _why_silent(where: str) -> str:
+    """The rest of a message about a timeout: the cause, which the client does not report."""
+    scheme = where.partition("://")[0]
+    if scheme in BACKENDS and scheme in _reachable:
+        with suppress(Exception):  # a message is made: nothing here may hide what it is about
+            endpoint = endpoint_of(fsspec.filesystem(scheme))
+            if endpoint is not None and (problem := network_problem(endpoint)) is not None:
+                return f": {problem}"
+    return ", or only answers to try again later (429, 5xx); look at the network and at the service"
 
 
 def _package(error: ImportError) -> str:

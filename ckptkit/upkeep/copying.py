@@ -22,7 +22,7 @@ from ckptkit.durable.lifecycle.leases import Lease, WriterClaim
 from ckptkit.durable.lifecycle.places import Place, step_items
 from ckptkit.durable.lifecycle.root_record import shield_records
 from ckptkit.durable.sidecars import marker_text
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError, store_error
 from ckptkit.formats.ranges import open_ranges
 from ckptkit.model import paths
 from ckptkit.store import Store, open_store, put_new
@@ -520,5 +520,5 @@ def _write(url: str, parts: Iterator[bytes]) -> int:
     except CheckpointError:  # of the source
         raise
     except OSError as error:
-        raise StoreError(f"{error.filename or url}: {error.strerror}", path=os.fspath(url)) from error
+        raise store_error(error, error.filename or url) from error
     return written

@@ -21,7 +21,7 @@ from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, pinned_
 from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root, require_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.read_step import DurableReader
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, store_error
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
@@ -324,9 +324,7 @@ def _removed(each: PruneStep) -> bool:
     except FileNotFoundError:
         return False  # the job has pruned it itself
     except OSError as error:
-        raise StoreError(
-            f"{error.filename or each.path}: {error.strerror}; it was not deleted", path=each.path
-        ) from error
+        raise store_error(error, error.filename or each.path, then="it was not deleted") from error
     return True
 
 

@@ -13,6 +13,7 @@ BYTES = 128
 # Beats, step; seconds of the newest beat and of the longest pause; first step and when.
 _BEAT = struct.Struct("<qqddqd")
 _SAVES = struct.Struct("<qdd")  # behind it: written by another thread
+_BEHIND = struct.Struct("<qq")  # behind them: the newest step that is not durable and the newest durable one, both + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,18 @@ class Saves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Behind:
+    """A run has ended, and the durable tier has `durable` (None: no step) and not `step`."""
+
+    step: int
+    durable: int | None
+
+    def __str__(self) -> str:
+        there = "no step" if self.durable is None else f"step {self.durable}"
+        return f"the durable tier does not have step {self.step}: it has {there}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Beats:
     """The marks of a worker. Times are of this machine's monotonic clock."""
 
@@ -36,6 +49,7 @@ class Beats:
     first_step: int
     first_s: float
     saves: Saves = Saves()
+    behind: Behind | None = None
 
 
 _marker: _Marker | None = None
@@ -68,6 +82,12 @@ def resumed(step: int) -> None:
     """The loop continues after the restored `step`: the next step is the first that it makes again."""
     if _marker is not None:
         _marker.resumed = step
+
+
+def ended(behind: Behind) -> None:
+    """The run has ended without a step in the durable tier: the agent reports it at the end of the job."""
+    if _marker is not None:
+        _marker.ended(behind)
 
 
 class _Marker:
@@ -104,6 +124,11 @@ class _Marker:
             self._saves = (count + 1, own_before_s + own_s, computing_before_s + computing_s)
             _SAVES.pack_into(self._shared, _BEAT.size, *self._saves)
 
+    def ended(self, behind: Behind) -> None:
+        if os.getpid() == self._process:
+            values = behind.step + 1, 0 if behind.durable is None else behind.durable + 1
+            _BEHIND.pack_into(self._shared, _BEAT.size + _SAVES.size, *values)
+
 
 def read(shared: mmap.mmap) -> Beats | None:
     """The newest beat in a file; None before the first. A read during a write may mix two beats."""
@@ -111,6 +136,8 @@ def read(shared: mmap.mmap) -> Beats | None:
     if not count:
         return None
     saves, own_s, computing_s = _SAVES.unpack_from(shared, _BEAT.size)
+    step_after, durable_after = _BEHIND.unpack_from(shared, _BEAT.size + _SAVES.size)
+    behind = Behind(step=step_after - 1, durable=durable_after - 1 if durable_after else None) if step_after else None
     return Beats(
         count=count,
         step=step,
@@ -119,4 +146,5 @@ def read(shared: mmap.mmap) -> Beats | None:
         first_step=first_step,
         first_s=first_s,
         saves=Saves(count=saves, own_s=own_s, computing_s=computing_s),
+        behind=behind,
     )

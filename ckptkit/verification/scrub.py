@@ -15,7 +15,7 @@ from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announc
 from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root, require_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
-from ckptkit.errors import CorruptCheckpointError, StoreError, with_damage
+from ckptkit.errors import CorruptCheckpointError, StoreError, store_error, with_damage
 from ckptkit.inspection.shares import read_shares
 from ckptkit.inspection.steps import slots_of_root
 from ckptkit.model import paths
@@ -240,7 +240,7 @@ class _Scrubber:
         except (OSError, StoreError) as error:
             stopped = error
             if not isinstance(error, StoreError):
-                stopped = StoreError(f"{error.filename or self._place.url}: {error.strerror or error}")
+                stopped = store_error(error, error.filename or self._place.url)
             for each in treatments:
                 if each.done:
                     stopped.add_note(f"done before that: {each.act} of step {each.step}, {each.path}")

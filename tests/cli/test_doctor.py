@@ -25,6 +25,7 @@ from ckptkit.upkeep import ArenaEntry, Usage
 from ckptkit.upkeep.disk_usage import DeadWeight, StepUsage
 from tests.cli.conftest import HOST, Ours, Run
 from tests.mount import MountedBucket
+from tests.mounts import Mounts
 
 
 def event(kind: Kind, at_s: float, step: int | None = None, tier: str | None = None, **fields: Any) -> Event:
@@ -213,6 +214,18 @@ CASES: list[Case] = [
         logged(*RUN, *saves([1, 2], "durable"), *saves([2], "ram"), event(Kind.CLOSED, 60)),
         "the run ended at step 2, which is only in tier ram: the durable tier has step 1",
     ),
+    (
+        rules.full,
+        Facts(usage=used(2), durable_room=(1000, 99)),
+        Facts(usage=used(2), durable_room=(1000, 100)),
+        "the disk of /r is full: 99 B of 1000 B are free, and a step takes up to 100 B",
+    ),
+    (
+        rules.full,
+        Facts(usage=used(0), durable_room=(1000, 9)),
+        Facts(usage=used(0), durable_room=(1000, 10)),
+        "the disk of /r is nearly full: 9 B of 1000 B are free",
+    ),
     (rules.one_step, Facts(usage=used(1)), Facts(usage=used(2)), "step 0 is the only durable step"),
     (
         rules.unproven,
@@ -362,6 +375,15 @@ def test_mounts_of_root_and_tiers_are_looked_at(
     log.write_text(f"{opened.to_json()}\n{rate.to_json()}\n")
     (line,) = (each for each in found("--events", str(log.parent)) if "ssd" in each)
     assert line == f"tier ssd, {ssd}, is on fuse.gcsfuse; it took 2.0 KiB a second", "as it is now, once"
+
+
+def test_full_disk_of_the_root_is_reported(ckpt: Run, tmp_path: Path, mounts: Mounts) -> None:
+    """`doctor` reported nothing of a durable root in which no other step has room."""
+    root = mounts.small(tmp_path / "disk", "1m") / "run"
+    with ckptkit.CheckpointManager(root) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": jnp.arange(150_000)}))  # pyright: ignore[reportCallIssue]
+    said = ckpt("doctor", root).out
+    assert re.search(rf"the disk of {root} is full: .* of 1.0 MiB are free, and a step takes up to", said), said
 
 
 def test_costs_of_findings_and_of_storage(ckpt: Run, mine: Ours, tmp_path: Path) -> None:

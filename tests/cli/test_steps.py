@@ -253,6 +253,18 @@ def test_metrics_are_listed(ckpt: Run, stock: Path, tmp_path: Path) -> None:
     assert "loss 0.25, steps [1, 2]" in ckpt("steps", tmp_path / "ours").out
 
 
+def test_metrics_of_steps_in_fast_tiers_are_listed(ckpt: Run, tmp_path: Path) -> None:
+    """The metrics of a step that only a ramdisk has were left out, as if it had none."""
+    options = ocp.CheckpointManagerOptions(save_interval_steps=100, best_fn=lambda metrics: metrics["loss"])
+    root, tier = tmp_path / "root", ckptkit.Tier.ram(str(tmp_path / "ram"))
+    with ckptkit.CheckpointManager(root, options=options, tiers=[tier], host_id=HOST) as manager:
+        for step in (1, 2):
+            manager.save(step, args=save_args(make_state(step), step), metrics={"loss": step / 4})
+            manager.wait_until_finished()
+    found = json.loads(ckpt("steps", root, "--json", "--tier", tmp_path / "ram", "--host-id", HOST).out)
+    assert [(each["step"], each["metrics"]) for each in found["steps"]] == [(1, {"loss": 0.25}), (2, {"loss": 0.5})]
+
+
 def test_json_shape_is_documented(ckpt: Run, ours: Ours) -> None:
     """Scripts that read `--json` would break: docs/CLI.md promises these names."""
     found = json.loads(ckpt("steps", ours.root, "--json", *tiers(ours)).out)

@@ -172,6 +172,41 @@ def test_a_metric_that_is_nan_is_worse_than_every_number(
         assert manager.best_step() == best_two[0]
 
 
+def test_a_step_that_only_a_fast_tier_holds_is_not_the_best_step(tmp_path: Path) -> None:
+    """`best_step` was a step of the ramdisk, which a few saves later no tier had."""
+    options: dict[str, Any] = {"best_fn": _loss, "best_mode": "min", "save_interval_steps": 5}
+    with Job(tmp_path, tiers=True).manager(**options) as manager:
+        for step, loss in enumerate((3.0, 1.0, 2.0, 4.0)):
+            manager.save(step, args=args.StandardSave({"w": np.arange(3)}), metrics={"loss": loss})
+            manager.wait_until_finished()
+            assert manager.best_step() == 0
+        manager.save(5, args=args.StandardSave({"w": np.arange(3)}), metrics={"loss": 0.5})
+        assert manager.best_step() == 5, "in flight to the durable root"
+        manager.wait_until_finished()
+        assert manager.best_step() == 5
+
+
+@pytest.mark.parametrize("value", ["good", None, [], {"a": 1}])
+def test_a_metric_of_the_wrong_type_counts_as_none(tmp_path: Path, value: Any) -> None:
+    """`best_step` and every later save raised because of one step of another run."""
+    each = Job(tmp_path, tiers=False)
+    anything: dict[str, Any] = {"best_fn": lambda metrics: 0.0}
+    with each.manager(**anything) as manager:
+        for step, loss in enumerate((1.0, value)):
+            manager.save(step, args=args.StandardSave({"w": np.arange(3)}), metrics={"loss": loss})
+
+    with each.manager(best_fn=_loss) as manager:
+        assert manager.best_step() == 0
+    with each.manager(best_fn=lambda metrics: metrics["other"]) as manager, pytest.raises(KeyError, match="other"):
+        manager.best_step()
+    with each.manager(best_fn=_loss, max_to_keep=1) as manager:
+        with pytest.raises(TypeError, match="it must return a number"):
+            manager.save(2, args=args.StandardSave({"w": np.arange(3)}), metrics={"loss": value})
+        manager.save(2, args=args.StandardSave({"w": np.arange(3)}), metrics={"loss": (2.0, 1.0)})
+        manager.wait_until_finished()
+        assert (manager.all_steps(), manager.best_step()) == ([1, 2], 2), "1 is kept as one without metrics"
+
+
 def test_keep_checkpoints_without_metrics_option(job: Callable[[], Job]) -> None:
     """Steps without metrics would push out good ones, or never go."""
     kept = {"max_to_keep": 1, "best_fn": _loss}

@@ -98,6 +98,23 @@ def test_forked_script_and_module_see_what_a_cold_start_gives(tmp_path: Path, mo
             assert not job.said
 
 
+def test_last_words_name_the_step_that_is_not_durable(tmp_path: Path) -> None:
+    """A job ended well, and its last step was only in the memory of the host."""
+    script = write(
+        tmp_path / "s.py",
+        "import sys\n"
+        "from ckptkit.util import heartbeat\n"
+        "heartbeat.beat(60)\n"
+        "if sys.argv[1] == '0':\n"
+        "    heartbeat.ended(heartbeat.Behind(step=60, durable=int(sys.argv[2]) or None))\n",
+    )
+    for durable, there in ((50, "step 50"), (0, "no step")):
+        job = Job([PYTHON, script, "{process}", str(durable)], processes=2, warm=WarmStart(is_cold=True))
+        assert job.run() == ExitCode.OK
+        said = f"the job has ended, and the durable tier does not have step 60: it has {there}"
+        assert job.said == [f"{said}; the last warning of process 0 has the reason"]
+
+
 def test_modules_are_imported_once_for_all_workers(tmp_path: Path) -> None:
     """Every restart would pay for the imports again, which is what a template is for."""
     write(tmp_path / "heavy.py", "import os\nHERE = os.getpid()")

@@ -252,7 +252,10 @@ def test_full_durable_disk_is_named_so(tmp_path: Path, mounts: Mounts) -> None:
     """TensorStore's RESOURCE_EXHAUSTED was reported as a network that does not answer, and tried again."""
     root = mounts.small(tmp_path / "disk", "1m") / "run"
     with ckptkit.CheckpointManager(root) as manager:
-        manager.save(1, args=ocp.args.StandardSave({"w": jnp.arange(1_000_000)}))  # pyright: ignore[reportCallIssue]
+        manager.save(1, args=ocp.args.StandardSave(state(1)))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+        fill(root.parent / "filler")
+        manager.save(2, args=ocp.args.StandardSave(state(2)))  # pyright: ignore[reportCallIssue]
         with pytest.raises(ckptkit.SaveFailedError, match="No space left on device; free some space") as caught:
             manager.wait_until_finished()
     chain: list[BaseException] = [caught.value]

@@ -143,7 +143,7 @@ def test_container_shm_error_says_what_to_mount(tmp_path: Path, mounts: Mounts) 
     """Everybody who runs in a container would have to find out for themselves."""
     small_tmpfs = mounts.small(tmp_path / "shm", str(CONTAINER_SHM_BYTES))
     arena = Arena.open(small_tmpfs / "host", 0, slots=3, synced=False)
-    free = mount_room(small_tmpfs).free_bytes
+    free = mount_room(small_tmpfs, is_disk=False).free_bytes
     with pytest.raises(StoreFullError) as caught:
         arena.check_room(100 << 20)
     assert str(caught.value) == (

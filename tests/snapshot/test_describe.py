@@ -16,7 +16,7 @@ import ckptkit
 from ckptkit.model.manifest import ManifestText, SaveId, Writer
 from ckptkit.slots.arena import Arena
 from ckptkit.snapshot import describe, staging
-from ckptkit.snapshot.copying import abstract_slot_bytes
+from ckptkit.snapshot.copying import describe_abstract
 from ckptkit.snapshot.describe import Describer, Description, describe_items
 from ckptkit.snapshot.replicas import LocalReplicasOf
 from ckptkit.util.pages import PAGE_BYTES
@@ -111,9 +111,11 @@ def test_slot_bytes_of_abstract_leaves_are_those_of_the_save() -> None:
     """`prepare` would make slots of another size than the first save needs, which would make them again."""
     state = make_state(0)
     expected = describe_items({"default": state})
-    assert abstract_slot_bytes({"default": abstract(state)})[:2] == (expected.slot_bytes, expected.share_bytes)
+    found = describe_abstract({"default": abstract(state)})
+    assert (found.slot_bytes, found.share_bytes) == (expected.slot_bytes, expected.share_bytes)
     unplaced = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract(state["key"]))
-    assert abstract_slot_bytes({"default": {"key": unplaced}}) == (PAGE_BYTES, PAGE_BYTES, 0)
+    found = describe_abstract({"default": {"key": unplaced}})
+    assert (found.slot_bytes, found.share_bytes) == (PAGE_BYTES, PAGE_BYTES)
 
 
 def test_local_replicas_are_every_copy_but_the_stored_one() -> None:

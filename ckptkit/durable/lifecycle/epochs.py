@@ -375,7 +375,7 @@ class EpochRecords:
             self._store.put(key, b"")
         except FileNotFoundError as error:
             raise StoreError(
-                f"{self._store.url} cannot be written: {error}; create the bucket, or correct its name",
+                f"{self._store.url} cannot be written: there is no such bucket; create it, or correct its name",
                 path=self._store.url,
             ) from error
         except StoreError as error:

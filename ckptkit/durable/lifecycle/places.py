@@ -24,6 +24,7 @@ from ckptkit.errors import (
     StepNotFoundError,
     StoreError,
     TransientStoreError,
+    store_error,
 )
 from ckptkit.model import paths
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
@@ -440,7 +441,7 @@ def local_files(path: str) -> Iterator[tuple[str, os.stat_result]]:
 
     def fail(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # pruned while it was counted
-            raise StoreError(f"{error.filename}: {error.strerror}", path=path) from error
+            raise store_error(error, error.filename or path) from error
 
     for directory, _, names in os.walk(path, onerror=fail):
         for name in names:

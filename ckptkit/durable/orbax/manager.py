@@ -196,6 +196,7 @@ class StockManager:
             handler_registry=setup.handler_registry,
             logger=QuietLogger(),
         )
+        self.has_given_handlers = any((setup.checkpointers, setup.item_handlers, setup.handler_registry))
         carry_handlers(self.orbax)
         strike_foreign(self.orbax)
         self._stale = False  # the books: a look after a failed save failed too

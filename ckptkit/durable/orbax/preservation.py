@@ -20,7 +20,7 @@ class BranchPreservation:
 
     def __init__(self, options: ocp.CheckpointManagerOptions, order: Callable[[int], Any]):
         self._order = order
-        self._policy: Any = _with_nan_last(options.preservation_policy or _default_policy(options))
+        self._policy: Any = _in_one_order(options.preservation_policy or _default_policy(options))
         self._keeps_newest = options.best_fn is not None and options.preservation_policy is None
 
     def doomed(self, checkpoints: Sequence[Any], abandoned: Collection[int]) -> list[int]:
@@ -36,24 +36,62 @@ class BranchPreservation:
 
 def by_metrics(best_fn: Callable[[Any], Any], *, minimum: bool) -> Callable[[Any], Any]:
     """The sort key of metrics, for a sort that is reversed where the `minimum` is best: the best is last. NaN is worse
-    than every number: Python's order of it depends on the order in which it was saved."""
+    than every number: Python's order of it depends on the order in which it was saved.
 
-    def key(metrics: Any) -> tuple[bool, Any]:
+    The key raises what `best_fn` raises, and TypeError where it returns anything but a number or numbers: a step with
+    such metrics counts as one without any.
+    """
+
+    def key(metrics: Any) -> tuple[bool, tuple[Any, ...]]:
         value = best_fn(metrics)
-        is_nan = bool(value != value)
-        return is_nan == minimum, 0 if is_nan else value
+        numbers = tuple(value) if isinstance(value, tuple | list) else (value,)
+        if not numbers or not all(map(_is_number, numbers)):
+            raise TypeError(f"best_fn returned {value!r} for these metrics; it must return a number")
+        is_nan = any(bool(each != each) for each in numbers)
+        return is_nan == minimum, () if is_nan else numbers
 
     return key
 
 
-def _with_nan_last(policy: Any) -> Any:
+def _is_number(value: Any) -> bool:
+    """Whether it has a place among numbers; an array of one element does."""
+    if isinstance(value, str | bytes) or getattr(getattr(value, "dtype", None), "kind", "") == "c":
+        return False
+    try:
+        float(value.item() if hasattr(value, "item") else value)
+    except OverflowError:  # an integer beyond every float
+        return True
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class _OrderedBestN:
+    """A `BestN` of Orbax's, with the order of `by_metrics`."""
+
+    def __init__(self, policy: Any):
+        self._key = by_metrics(policy.get_metric_fn, minimum=policy.reverse)
+        self._policy = dataclasses.replace(policy, get_metric_fn=self._key)
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """As Orbax's. A step whose metrics have no place in the order is one without metrics."""
+        return self._policy.should_preserve(list(map(self._ranked, checkpoints)), context=context)
+
+    def _ranked(self, checkpoint: Any) -> Any:
+        if checkpoint.metrics is None:
+            return checkpoint
+        try:
+            self._key(checkpoint.metrics)
+        except Exception:  # noqa: BLE001  the caller's function, on metrics of any run: it would end every save
+            return dataclasses.replace(checkpoint, metrics=None)
+        return checkpoint
+
+
+def _in_one_order(policy: Any) -> Any:
     """A policy of Orbax's whose order of metrics, if it has one, is that of `by_metrics`."""
     if type(policy) is policies.preservation_policy.AnyPreservationPolicy:
-        return dataclasses.replace(policy, policies=[_with_nan_last(each) for each in policy.policies])
-    if type(policy) is policies.preservation_policy.BestN:
-        key = by_metrics(policy.get_metric_fn, minimum=policy.reverse)
-        return dataclasses.replace(policy, get_metric_fn=key)  # pyright: ignore[reportArgumentType]
-    return policy
+        return dataclasses.replace(policy, policies=[_in_one_order(each) for each in policy.policies])
+    return _OrderedBestN(policy) if type(policy) is policies.preservation_policy.BestN else policy
 
 
 def prunes(options: ocp.CheckpointManagerOptions) -> bool:

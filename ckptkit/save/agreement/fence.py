@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.errors import CheckpointError, TransientStoreError
+from ckptkit.errors import CheckpointError, StoreError, TransientStoreError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
@@ -30,6 +30,7 @@ class EpochFence:
         self._lock = threading.RLock()
         self._head = ledger.ancestry.head  # the newest record that this run has seen, or written
         self._claimed: int | None = None
+        self._unclaimed: CheckpointError | None = None  # why the root does not have the record yet
 
     def claim(self, save_id: SaveId) -> SaveId:
         """Process 0 records the run's epoch before its first save can be committed anywhere; returns the identity under
@@ -56,6 +57,7 @@ class EpochFence:
                     path=self._tiers.durable.url,
                 ) from error
             except CheckpointError as error:
+                self._unclaimed = error
                 self._outcomes.degraded(save_id.step, DURABLE, error)
                 return replace(save_id, after=self._head)
             return save_id
@@ -70,12 +72,14 @@ class EpochFence:
         def check(_: list[Any]) -> None:
             self.claim(save_id)  # where the root could not be reached when the save was committed here
             if self._claimed is None:
-                raise TransientStoreError(
+                why = self._unclaimed
+                kind = type(why) if isinstance(why, StoreError) else TransientStoreError  # a full disk stays one
+                raise kind(
                     f"step {save_id.step} is not committed to {self._tiers.durable.url}: epoch {save_id.epoch} of this "
-                    "run could not be recorded there",
+                    f"run could not be recorded there{f': {why}' if why else ''}",
                     step=save_id.step,
                     tier=DURABLE,
-                )
+                ) from why
             self.check(save_id)
 
         yield Agree("fence", about, None, check)

@@ -272,6 +272,11 @@ class Branch:
         """The last restored save, from which the next save continues; None if it continues from the last save."""
         return self._base
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether this run has made a save."""
+        return self._has_saved
+
     def continue_from(self, save_id: SaveId) -> None:
         """The run continues from `save_id`: the next save is a rollback if that is not the newest one."""
         self.ledger.continue_from(save_id)
