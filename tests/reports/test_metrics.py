@@ -1,0 +1,39 @@
+"""Metrics: the best step and the newest one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from tests.reports.managers import args, over
+from tests.reports.reported import reported
+
+STATE = {"w": jnp.ones(2)}
+
+
+def _after(root: Path, losses: list[float]) -> tuple[list[int], int | None, int | None]:
+    """What a restart finds after saves with these losses, of which two are kept."""
+    options = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "min", "max_to_keep": 2}
+    for _ in range(2):
+        with over(root, **options) as manager:
+            for step, loss in enumerate(losses):
+                assert manager.save(step, args=args.StandardSave(STATE), metrics={"loss": loss})
+                manager.wait_until_finished()
+            losses = []
+    return sorted(manager.all_steps()), manager.best_step(), manager.latest_step()
+
+
+@reported("google/orbax/issues/526", "The best step and the newest one both have to be there after a crash.")
+def test_best_and_newest_step_are_both_kept(tmp_path: Path) -> None:
+    steps, best, latest = _after(tmp_path, [3.0, 1.0, 2.0, 5.0])
+    assert (best, latest) == (1, 3)
+    assert {1, 3} <= set(steps)
+
+
+@reported("antonioterpin/flowgym/pull/51", "A run whose loss gets worse, or is missing, resumes from where it stopped.")
+def test_run_with_worse_metrics_resumes_from_its_last_step(tmp_path: Path) -> None:
+    steps, best, latest = _after(tmp_path, [1.0, math.nan, 2.0, 4.0, math.nan])
+    assert (best, latest) == (0, 4)
+    assert {0, 4} <= set(steps)
