@@ -182,6 +182,7 @@ def test_leaf_of_a_type_handler_of_the_callers_own_is_not_refused(tmp_path: Path
         assert manager.save(0, args=args.PyTreeSave({"m": np.ma.array([1.0, 2.0])}))
 
 
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_small_items_without_elements_are_saved(tmp_path: Path) -> None:
     """The save would fail in the background, after the copies."""
     keys = jax.random.split(jax.random.key(0), 0)

@@ -15,7 +15,7 @@ args: Any = ocp.args
 
 
 def over(root: Path, *, ram: bool = False, **options: Any) -> Any:
-    """A manager over `root`, with a ramdisk tier beside it if asked."""
+    """A manager over `root`, and a ramdisk tier if asked."""
     tiers = [ckptkit.Tier.ram(str(root.parent / "ram"), save=ckptkit.EverySteps(1))] if ram else ()
     given = ocp.CheckpointManagerOptions(**options)
     return ckptkit.CheckpointManager(root, options=given, tiers=tiers, host_id="host")

@@ -1,4 +1,4 @@
-"""What people reported in public of checkpoints in JAX and PyTorch: each test here holds what one of them needed."""
+"""Public reports about checkpoints in JAX and PyTorch: each test here holds a need that one of them names."""
 
 from __future__ import annotations
 
