@@ -76,5 +76,5 @@ def test_structure_is_read_without_arrays(tmp_path: Path) -> None:
     for file in tmp_path.glob("0/*/d/*"):
         if file.stat().st_size == VALUES.nbytes:
             file.unlink()
-    (leaf,) = ckptkit.inspect(tmp_path / "0").items[0].leaves
-    assert (leaf.name, tuple(leaf.shape), leaf.dtype) == ("w", (8, 4), "float32")
+    (leaf,) = ckptkit.inspect(str(tmp_path / "0")).items[0].leaves
+    assert (leaf.name, leaf.shape, leaf.dtype) == ("w", (8, 4), "float32")

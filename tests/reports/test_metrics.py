@@ -16,13 +16,12 @@ STATE = {"w": jnp.ones(2)}
 def _after(root: Path, losses: list[float]) -> tuple[list[int], int | None, int | None]:
     """All steps, the best and the latest one, after saves with these losses and a restart; two steps are kept."""
     options = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "min", "max_to_keep": 2}
-    for _ in range(2):
-        with over(root, **options) as manager:
-            for step, loss in enumerate(losses):
-                assert manager.save(step, args=args.StandardSave(STATE), metrics={"loss": loss})
-                manager.wait_until_finished()
-            losses = []
-    return sorted(manager.all_steps()), manager.best_step(), manager.latest_step()
+    with over(root, **options) as manager:
+        for step, loss in enumerate(losses):
+            assert manager.save(step, args=args.StandardSave(STATE), metrics={"loss": loss})
+            manager.wait_until_finished()
+    with over(root, **options) as manager:
+        return sorted(manager.all_steps()), manager.best_step(), manager.latest_step()
 
 
 @reported("google/orbax/issues/526", "The best step and the newest one both have to be there after a crash.")

@@ -42,7 +42,7 @@ def test_newest_step_of_another_root_is_restored(tmp_path: Path) -> None:
 @reported("google/orbax/issues/374", "The newest step of a root is known without a manager.")
 def test_newest_step_is_known_without_a_manager(tmp_path: Path) -> None:
     saved(tmp_path, STATE, 5, 60)
-    assert ckptkit.latest_step(tmp_path) == 60
+    assert ckptkit.latest_step(str(tmp_path)) == 60
 
 
 @reported("google/orbax/issues/647", "Items saved under a path are found under the same path.")
