@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -67,20 +67,27 @@ _LISTED_FROM_BYTES = 1 << 30  # below, all of a tensor is read sooner than its c
 
 
 def _parts_of(tensor: Tensor, memory_bytes: int) -> Iterator[tuple[np.ndarray, int]]:
-    """The elements of a tensor in float64, part by part, and how often each part occurs. Chunks that are not stored
-    have one value, and may claim 2^60 elements: one of them is read."""
-    block = tensor.block_shape(memory_bytes)
-    boxes: Iterable[Box] = blocks_of(tensor.shape, block)
-    if tensor.stored is not None and tensor.nbytes >= _LISTED_FROM_BYTES:
-        chunk, found = tensor.stored()
-        chunks = {box.start: box for box in found}
-        absent = math.prod(tensor.shape) - sum(box.size for box in chunks.values())
-        if absent:
-            boxes = (part for box in chunks.values() for part in cells_of(box, block))
-            first = next(box.start for box in blocks_of(tensor.shape, chunk) if box.start not in chunks)
-            yield from ((part, absent) for part in _wide_parts(tensor.read(Box(first, tuple(at + 1 for at in first)))))
-    for box in boxes:
-        yield from ((part, 1) for part in _wide_parts(tensor.read(box)))
+    """The elements of a tensor in float64, part by part, and how often each part occurs."""
+    for box, count in _boxes_of([tensor], tensor.block_shape(memory_bytes)):
+        yield from ((part, count) for part in _wide_parts(tensor.read(box)))
+
+
+def _boxes_of(tensors: Sequence[Tensor], block: Sequence[int]) -> Iterator[tuple[Box, int]]:
+    """Blocks that make up tensors of one shape, and how often each counts. Chunks that none of them stores have one
+    value, and a damaged shape claims 2^60 elements: one element counts for all of them."""
+    shape = tensors[0].shape
+    chunks: dict[tuple[int, ...], Box] = {}
+    if all(tensor.stored is not None and tensor.nbytes >= _LISTED_FROM_BYTES for tensor in tensors):
+        listed = [tensor.stored() for tensor in tensors if tensor.stored is not None]
+        chunk = listed[0][0]
+        chunks = {box.start: box for _, found in listed for box in found}
+        absent = math.prod(shape) - sum(box.size for box in chunks.values())
+        if absent and all(each == chunk for each, _ in listed):
+            first = next(box.start for box in blocks_of(shape, chunk) if box.start not in chunks)
+            yield Box(first, tuple(at + 1 for at in first)), absent
+            yield from ((part, 1) for box in chunks.values() for part in cells_of(box, block))
+            return
+    yield from ((box, 1) for box in blocks_of(shape, block))
 
 
 def _wide_parts(block: np.ndarray) -> Any:
@@ -182,11 +189,11 @@ def _difference(name: str, a: Tensor, b: Tensor, rtol: float, atol: float, memor
     floating = a.dtype == b.dtype and is_floating(a) and a.dtype.kind != "c" and a.dtype.itemsize <= 8
     found = _Comparison(rtol, atol, floating=floating)
     block = max(a.block_shape(memory_bytes), b.block_shape(memory_bytes), key=lambda shape: math.prod(shape))
-    for box in cells_of(Box.whole(a.shape), tuple(max(1, rows) for rows in block)):
+    for box, count in _boxes_of([a, b], tuple(max(1, rows) for rows in block)):
         flat_a, flat_b = a.read(box).reshape(-1), b.read(box).reshape(-1)
         for at in range(0, flat_a.size, _PART):
             with np.errstate(all="ignore"):  # overflows are infinite, as in the result
-                found.add(flat_a[at : at + _PART], flat_b[at : at + _PART])
+                found.add(flat_a[at : at + _PART], flat_b[at : at + _PART], count)
     return found.result(name) if found.changed else None
 
 
@@ -200,17 +207,17 @@ class _Comparison:
         self._max_abs = self._max_rel = self._dot = self._square_a = self._square_b = 0.0
         self._close = True
 
-    def add(self, a: np.ndarray, b: np.ndarray) -> None:
-        """The next elements of both."""
+    def add(self, a: np.ndarray, b: np.ndarray, count: int) -> None:
+        """The next elements of both, which occur `count` times."""
         bits = _unequal(a, b)
-        self._size += a.size
-        self.changed += int(bits.sum())
+        self._size += count * a.size
+        self.changed += count * int(bits.sum())
         wide_a, wide_b = _wide(a), _wide(b)
         finite = np.isfinite(wide_a) & np.isfinite(wide_b)
         x, y = wide_a[finite], wide_b[finite]
-        self._dot += float(np.real(np.vdot(y, x)))
-        self._square_a += float(np.square(np.abs(x)).sum())
-        self._square_b += float(np.square(np.abs(y)).sum())
+        self._dot += count * float(np.real(np.vdot(y, x)))
+        self._square_a += count * float(np.square(np.abs(x)).sum())
+        self._square_b += count * float(np.square(np.abs(y)).sum())
         if not bits.any():
             return
         gap, scale = _gap(a[finite], b[finite], x, y), np.abs(y)

@@ -7,22 +7,28 @@ and what is found is counted where it is more than a person reads.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, final
 
 import numpy as np
 import tensorstore as ts
+import zstandard
 
+from ckptkit.durable.cells.placed import PlacedCells
 from ckptkit.durable.cells.tensorstore_wait import finished
 from ckptkit.durable.lifecycle.places import Place, item_kind, json_name, json_value
 from ckptkit.durable.stored_arrays import ChunkGrid, StoredArray, open_kvstore, read_arrays, stores_all
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
+from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.paths import array_prefix
 from ckptkit.verification.pool import CellCheck
@@ -39,6 +45,7 @@ _ARRAY_HANDLERS = frozenset(
 )
 _JSON_HANDLERS = frozenset({"JsonCheckpointHandler", "JsonHandler", "MetricsHandler"})
 _NAMED_MAX = 8  # missing chunks of a leaf that are named; the others are counted
+_SMALL_BYTES = 1 << 20
 _DAMAGED_MAX = 100  # chunks of a leaf that cannot be read before the rest of it is left out
 
 _Index = tuple[int, ...]
@@ -48,13 +55,69 @@ Undigested = Literal["arrays", "small", "unknown"]  # what an item is of which n
 
 
 @final
+class _SmallChunks:
+    """The small chunks of an item on a disk, decoded from where its database has them. Declines all others: large ones,
+    those of other places and codecs, and all that it cannot decode.
+
+    TensorStore needs a millisecond of processor time to open and read each array, whatever its size.
+    """
+
+    def __init__(self, item: Place, timeout_s: float):
+        step, _, self._item = item.url.rpartition("/")
+        known = item.store.properties.file_system and paths.OCDBT_MANIFEST in item.names()
+        self._cells = PlacedCells(step, DurableProfile(operation_timeout_s=timeout_s)) if known else None
+
+    def inline(self) -> Mapping[str, bytes]:
+        """The values that are in the database itself, by key."""
+        return self._cells.inline(self._item) if self._cells else {}
+
+    def decodes(self, leaf: LeafInfo, box: Box) -> bool:
+        """Whether a chunk is small, there, and decodes to as many bytes as it has to."""
+        if self._cells is None or leaf.cell is None:
+            return False
+        prefix, size_bytes = array_prefix(leaf.name), math.prod(leaf.cell) * np.dtype(leaf.dtype).itemsize
+        document = self._cells.stored(self._item, f"{prefix}.zarray", _SMALL_BYTES)
+        if size_bytes > _SMALL_BYTES or document is None or (codec := _codec(document)) is None:
+            return False
+        index = [start // rows for start, rows in zip(box.start, leaf.cell, strict=True)]
+        key = prefix + (".".join(map(str, index)) or "0")
+        value = self._cells.stored(self._item, key, 2 * _SMALL_BYTES)
+        return (
+            value is not None and (_unpacked_bytes(value, size_bytes) if codec == "zstd" else len(value)) == size_bytes
+        )
+
+
+@lru_cache(maxsize=256)  # many leaves, few different documents
+def _codec(document: bytes) -> Literal["plain", "zstd"] | None:
+    """How the chunks of an array with this metadata in zarr 2 are stored; None for any other way, or other keys."""
+    with suppress(ValueError, RecursionError):
+        zarr = json.loads(document)
+        if isinstance(zarr, dict) and not zarr.get("filters") and zarr.get("dimension_separator", ".") == ".":
+            codec = zarr.get("compressor", {})
+            if codec is None:
+                return "plain"
+            return "zstd" if isinstance(codec, dict) and codec.get("id") == "zstd" else None
+    return None
+
+
+def _unpacked_bytes(value: bytes, bytes_max: int) -> int:
+    """The size of one frame of zstd when it is decompressed; -1 for anything else, and for a larger one."""
+    with suppress(zstandard.ZstdError):
+        if zstandard.frame_content_size(value) <= bytes_max:
+            return len(zstandard.ZstdDecompressor().decompress(value, bytes_max, allow_extra_data=False))
+    return -1
+
+
+@final
 class StockLeaf:
     """The reads of one array. `checks` are made one by one, while they are read."""
 
-    def __init__(self, item: Place, name: str, leaf: LeafInfo, chunks: Sequence[Box], array: StoredArray):
+    def __init__(
+        self, item: Place, name: str, leaf: LeafInfo, chunks: Sequence[Box], array: StoredArray, small: _SmallChunks
+    ):
         assert leaf.cell is not None
         self._item, self._name, self._leaf, self._cell, self._chunks = item, name, leaf, leaf.cell, chunks
-        self._array = array
+        self._array, self._small = array, small
         self._itemsize = np.dtype(leaf.dtype).itemsize
         self._lock = threading.Lock()
         self._damaged = 0
@@ -90,6 +153,8 @@ class StockLeaf:
         where = f"{self._item.url}: leaf {self._leaf.name}"
         if left_out is not None:
             raise CorruptCheckpointError(f"{where}: {left_out}", path=self._item.url)
+        if self._small.decodes(self._leaf, box):
+            return
         try:
             self._array.read(box)
         except CorruptCheckpointError:
@@ -138,7 +203,8 @@ class StockReads:
 def _stock_leaves(item: Place, name: str, reads: StockReads) -> list[StockLeaf]:
     """The arrays of an item. Cost: the metadata, and a listing of the item's keys."""
     timeout_s, findings = reads.timeout_s, reads.findings
-    stored = read_arrays(item, timeout_s=timeout_s)
+    small = _SmallChunks(item, timeout_s)
+    stored = read_arrays(item, timeout_s=timeout_s, inline=small.inline())
     findings += [Finding(path=item.url, problem=problem) for problem in stored.problems]
     reads.notes.extend(stored.notes)
     ocdbt, all_stored = paths.OCDBT_MANIFEST in item.names(), stores_all(item)
@@ -156,7 +222,7 @@ def _stock_leaves(item: Place, name: str, reads: StockReads) -> list[StockLeaf]:
         if all_stored:
             findings += _missing(item, name, leaf, grid, counts, found)
         array = StoredArray(item, leaf, stored.layout, context, fill_missing=not all_stored, **limits_s)
-        made.append(StockLeaf(item, name, leaf, [_box(index, grid, leaf) for index in sorted(found)], array))
+        made.append(StockLeaf(item, name, leaf, [_box(index, grid, leaf) for index in sorted(found)], array, small))
     return made
 
 

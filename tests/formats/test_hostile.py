@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit.cli import main
-from ckptkit.conversion.statistics import statistics_of
+from ckptkit.conversion.statistics import diff, statistics_of
 from ckptkit.formats import open_checkpoint, torch
 from tests.cases import long_except
 from tests.cli.conftest import Run
@@ -204,6 +205,14 @@ def test_statistics_of_absent_chunks_read_one_element(tmp_path: Path, capsys: py
     assert (found.minimum, found.maximum, found.nan) == (0.0, 23.0, 0)
     assert found.norm == pytest.approx((4.0 * size) ** 0.5)
     assert found.mean == pytest.approx(2.0)
+    changed = tmp_path / "changed"
+    shutil.copytree(item, changed)
+    zarr["fill_value"] = 3.0
+    (changed / "w/.zarray").write_text(json.dumps(zarr))
+    with open_checkpoint(str(item)) as one, open_checkpoint(str(changed)) as two:
+        assert diff(one.by_name(), one.by_name()).same
+        (leaf,) = diff(one.by_name(), two.by_name()).values
+    assert (leaf.changed, leaf.max_abs) == (1.0, 1.0), "all but 24 of 2^59 elements"
     target = tmp_path / "there"
     assert main(["reshard", str(item), str(target), "--mesh", "data=77", "--dry-run"]) in (0, 1, 2), "it ends"
     (item / "w/0").unlink()

@@ -39,7 +39,7 @@ class Child(NamedTuple):
 
 
 class Node(NamedTuple):
-    """What is below a node: `children`, or (height 0) `values` by key: their places, or their bytes."""
+    """The fields of a node: its `children`, or (at height 0) its `values`, the key of each with its place or bytes."""
 
     height: int
     children: list[Child]
@@ -185,8 +185,8 @@ def _places(
     found = []
     for number, start, length in zip(numbers, starts, lengths, strict=True):
         path, base = files[number]
-        readable = path is not None and start + length < _FILE_BYTES_MAX
-        found.append((Placed(path, start, length) if readable else None, base))
+        placed = Placed(path, start, length) if path is not None and start + length < _FILE_BYTES_MAX else None
+        found.append((placed, base))
     return found
 
 

@@ -137,6 +137,21 @@ class PlacedCells:
                 return not may_be_encoded(target[:HEAD_BYTES].tobytes(), size_bytes, size_bytes)
         return False
 
+    def stored(self, item: str, key: str, bytes_max: int) -> bytes | None:
+        """The value of any key of an item's database, as it is stored; None where it cannot be read here, or is longer
+        than `bytes_max`."""
+        place = self._places.of(item).get(key)
+        if isinstance(place, bytes):
+            return place
+        if place is None or place.length > bytes_max:
+            return None
+        found = np.empty(place.length, np.uint8)
+        with suppress(OSError, EOFError, ValueError):
+            if (file := self._file(item, place.path)) is not None:
+                file.fill(found, place.start)
+                return found.tobytes()
+        return None
+
     def file_of(self, item: str, leaf: LeafRecord, cell: Box) -> str | None:
         """The file that holds a cell, by its path below the step; None where a tree holds it, or it is not known."""
         place = self._places.of(item).get(cell_key(array_prefix(leaf.name), leaf, cell))
