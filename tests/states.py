@@ -67,6 +67,15 @@ def assert_same(found: Any, expected: Any) -> None:
         assert raw(a) == raw(b), jax.tree_util.keystr(path)
 
 
+def assert_same_shards(found: Any, expected: Any) -> None:
+    """Bit equality of this process's shards of two trees, leaf by leaf."""
+
+    def shards(leaf: Any) -> Any:
+        return [each.data for each in leaf.addressable_shards] if isinstance(leaf, jax.Array) else leaf
+
+    assert_same(jax.tree.map(shards, found), jax.tree.map(shards, expected))
+
+
 def save_args(state: Any, step: int) -> Any:
     """A state and its data position, as Orbax's trainers save them."""
     return ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave({"step": step}))  # pyright: ignore[reportCallIssue]

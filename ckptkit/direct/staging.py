@@ -30,13 +30,11 @@ def staged(args: Any, item: str, kept: StagingMemory) -> HostTreeSave | None:
     the arrays any more, and the caller may donate them. Cost: one copy at memory speed, and as much host memory as this
     process holds of the tree, until `kept` is closed.
     """
-    captured = save_items({item: args})
+    captured = save_items({item: args}, plain=[item])
     if isinstance(captured, str):
         return None
     description = describe_items(captured.trees, chunk_bytes=captured.chunk_bytes)
     records = [source.record for source in description.items[item]]
-    if any(0 in record.shape for record in records):
-        return None  # Orbax refuses it, and names the leaf
     refuse_unwritable(records)
     memory = kept.take(description.slot_bytes)
     digests = copy_shards(local_shards(description, captured.trees), memory)

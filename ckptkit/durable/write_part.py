@@ -181,7 +181,7 @@ def sync(path: str) -> None:
 
 
 def _host_leaf(keypath: Any, leaf: Any) -> tuple[LeafRecord, list[tuple[Box, np.ndarray]]]:
-    """A leaf of host memory as Orbax stores it: one cell."""
+    """A leaf of host memory as Orbax stores it: one cell, or none for an array without elements."""
     block = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
     record = LeafRecord(
         path=names_in(keypath),
@@ -189,6 +189,6 @@ def _host_leaf(keypath: Any, leaf: Any) -> tuple[LeafRecord, list[tuple[Box, np.
         kind="numpy",
         shape=block.shape,
         dtype=block.dtype.name,
-        cell=tuple(map(int, block.shape)),
+        cell=tuple(max(1, rows) for rows in block.shape),
     )
-    return record, [(Box.whole(block.shape), block)]
+    return record, [(Box.whole(block.shape), block)] if block.size else []

@@ -125,7 +125,7 @@ class Meetings:
         if self._process == 0:
             if order is not None:
                 yield from _quietly(Put(self._head(channel), about), 0.0)
-            return (yield from self._preside(state, channel, meeting, value, decide, until_s, is_veto))
+            return (yield from self._preside(state, channel, meeting, value, decide, until_s, timeout_s, is_veto))
         own = _place_of(meeting, self._process)
         until_s += _VERDICT_SPARE_S
         try:
@@ -229,6 +229,7 @@ class Meetings:
         value: Any,
         decide: Decide,
         until_s: float,
+        timeout_s: float,
         is_veto: Callable[[Any], bool] | None,
     ) -> Exchange:
         heard: dict[int, Any] = {0: value}
@@ -241,7 +242,7 @@ class Meetings:
         vetoed = is_veto is not None and any(map(is_veto, heard.values()))
         spare_s = (yield Now()) + _VERDICT_SPARE_S
         if missing and not vetoed:
-            error = _missing(channel, missing, None)
+            error = _missing(channel, missing, timeout_s)
             yield from _quietly(Put(f"{meeting}/out", json.dumps({"missing": missing})), spare_s)
             raise error
         values = [heard.get(process) for process in range(self._count)]

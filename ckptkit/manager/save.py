@@ -21,7 +21,7 @@ from ckptkit.save.pipeline import Call
 from ckptkit.save.records import LastTurn, Save
 from ckptkit.snapshot.copying import describe_abstract, transfer_bytes
 from ckptkit.snapshot.describe import Description
-from ckptkit.snapshot.items import SaveItems, abstract_items, as_it_is, save_items
+from ckptkit.snapshot.items import abstract_items, as_it_is, save_items
 from ckptkit.snapshot.json_values import require_json, require_json_dict
 from ckptkit.snapshot.shards import PINNED
 from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
@@ -126,6 +126,7 @@ class OrbaxArguments:
         save.metrics = self._metrics
         _refuse_unordered(options, save.metrics)
         handlers = {name: stock.handler(name, arg) for name, arg in self.args.items()}
+        plain = {name for name, handler in handlers.items() if stock.is_plain(handler)}
         as_files: set[str] = set()
 
         def write_files(name: str, arg: Any) -> FilesSave | None:
@@ -140,9 +141,10 @@ class OrbaxArguments:
             metrics=save.metrics if self._keeps_metrics else None,
             custom_metadata=self._custom_metadata,
             write_files=write_files,
+            plain=plain,
         )
         foreign = not saver.durable.writes_itself or any(
-            name not in as_files and not stock.is_plain(handlers[name]) and getattr(arg, "by_handler", True)
+            name not in as_files and name not in plain and getattr(arg, "by_handler", True)
             for name, arg in self.args.items()
         )
         if isinstance(held, str):
@@ -153,7 +155,9 @@ class OrbaxArguments:
         save.items, save.description = held, saver.pipeline.describe(held.trees, held.files, held.chunk_bytes)
         save.by_orbax = DURABLE in save.due and foreign
         if DURABLE in save.due and not foreign:
-            refuse_empty_arrays(save.description, held, self.args)
+            # An empty file of a handler is written as a file.
+            names = save.description.items.keys() - held.files
+            refuse_unwritable(source.record for name in names for source in save.description.items[name])
         if save.last is None:
             saver.require_room(save.description, by_orbax=foreign)
 
@@ -214,20 +218,3 @@ def _refuse_unordered(options: Any, metrics: Any) -> None:
     them: the step would count as one without metrics."""
     if metrics is not None and options.best_fn is not None and prunes(options):
         by_metrics(options.best_fn, minimum=options.best_mode == "min")(metrics)
-
-
-def refuse_empty_arrays(description: Description, items: SaveItems, args: Mapping[str, Any]) -> None:
-    """Orbax's steps cannot hold them: `save` raises this, instead of a failure in the background. An empty file of a
-    handler is written as a file."""
-    records = [source.record for name in description.items.keys() - items.files for source in description.items[name]]
-    refuse_unwritable(records)
-    empty = [record.name for record in records if 0 in record.shape]
-    empty += [name for name, arg in args.items() if _is_empty_array(arg)]
-    if empty:
-        raise ValueError(f"arrays without elements cannot be saved to the durable tier: {', '.join(sorted(empty))}")
-
-
-def _is_empty_array(arg: Any) -> bool:
-    """Whether a small item of arrays has one without elements."""
-    kinds = ocp.args.ArraySave | ocp.args.JaxRandomKeySave | ocp.args.NumpyRandomKeySave
-    return isinstance(arg, kinds) and any(0 in getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(arg.item))

@@ -145,14 +145,32 @@ def restore_items(durable: DurableSteps, step: int, args: Mapping[str, Any]) -> 
     """Some items of a durable step, by Orbax's manager and the caller's handlers."""
     orbax = durable.stock.orbax
     step_url = durable.reader(step).url
-    newer = {name: found for name, arg in args.items() if (found := _newer_json(step_url, name, arg)) is not None}
-    if newer:
-        rest = {name: arg for name, arg in args.items() if name not in newer}
-        values = {name: value for name, (value,) in newer.items()}
+    own = {
+        name: found
+        for name, arg in args.items()
+        if (found := _newer_json(step_url, name, arg) or _from_elsewhere(step_url, name, arg)) is not None
+    }
+    if own:
+        rest = {name: arg for name, arg in args.items() if name not in own}
+        values = {name: value for name, (value,) in own.items()}
         return values | (restore_items(durable, step, rest) if rest else {})
     if set(args) == {DEFAULT_ITEM} and durable.stock.default_item is not False:
         return {DEFAULT_ITEM: orbax.restore(step, args=args[DEFAULT_ITEM])}
     return dict(orbax.restore(step, args=ocp.args.Composite(**args)).items())
+
+
+def _from_elsewhere(step_url: str, name: str, arg: Any) -> tuple[Any] | None:
+    """The value of a tree that `arg` leaves on the devices of its save, where these are not here today: stock Orbax
+    would raise. None for any other item."""
+    if type(arg) not in (ocp.args.StandardRestore, ocp.args.PyTreeRestore):
+        return None
+    if any(
+        word is not None for word in (arg.item, getattr(arg, "restore_args", None), getattr(arg, "transforms", None))
+    ):
+        return None
+    place = _array_items(step_url).get(name)
+    moved = None if place is None else elsewhere(place.url)
+    return None if place is None or moved is None else (read_item(place.url, moved),)
 
 
 def _newer_json(step_url: str, name: str, arg: Any) -> tuple[Any] | None:

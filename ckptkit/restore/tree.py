@@ -100,6 +100,8 @@ def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> 
             return _abstract_leaf(leaf)
         put_at(root, leaf.path, _abstract_leaf(leaf))
     for path, _, node_there in empties:
+        if not path:
+            return node_there
         put_at(root, path, node_there)
     letters = {path: letters for path, letters, _ in empties}
     return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)

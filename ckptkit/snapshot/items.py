@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +47,14 @@ def save_items(
     metrics: Any = None,
     custom_metadata: Any = None,
     write_files: WriteFiles = lambda name, arg: None,
+    plain: Collection[str] = (),
 ) -> SaveItems | str:
     """The items of `args` (by name), or the name of one that only Orbax's own handlers can hold.
 
     `metrics` are those to find again at a restart, or None. `write_files` lets an item's handler write it; None if that
     is left to Orbax. Raises the errors of capturing the caller's values (invalid JSON, for example), and of handlers.
+    In the `plain` items, which no handler of the caller's own writes, a leaf that no array on disk can hold is a
+    ValueError: Orbax would fail in the background, or drop a mask.
     """
     trees: dict[str, Any] = {}
     inline: dict[str, Mapping[str, Any]] = {}
@@ -72,6 +75,8 @@ def save_items(
         if isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave):
             tree = _held_tree(arg)
             if tree is None:
+                if name in plain:
+                    _refuse_unstorable(arg)
                 return name
             trees[name] = tree
             asked = getattr(arg, "ocdbt_target_data_file_size", None)
@@ -158,7 +163,8 @@ def _held_tree(arg: Any) -> Any:
     """
     is_standard = isinstance(arg, ocp.args.StandardSave)
     leaves, treedef = jax.tree_util.tree_flatten(arg.item)
-    if not (leaves or arg.item) or (is_standard and treedef.num_nodes == 1) or not _texts_fit(arg.item, leaves):
+    no_tree = arg.item is None or (is_standard and treedef.num_nodes == 1 and leaves)
+    if no_tree or not _texts_fit(arg.item, leaves):
         return None
     if arg.save_args is None:
         # The step loop waits for this: leaves on a device are told by their type, the few others are looked at.
@@ -200,7 +206,7 @@ def _stored(leaf: Any, wish: Any, is_standard: bool) -> Any:
     if isinstance(leaf, np.generic) and leaf.dtype.kind in "biuf" and not is_standard:
         leaf = leaf.item()  # Orbax stores and restores it as a number
     if isinstance(leaf, np.ndarray | np.generic):
-        if leaf.dtype.kind not in "biufc" and leaf.dtype.isbuiltin != 2:
+        if not _is_numeric(leaf.dtype) or isinstance(leaf, np.ma.MaskedArray):
             return None
         return np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype)
     if isinstance(leaf, bool | int | float) and np.asarray(leaf).dtype.kind in "biuf":
@@ -209,6 +215,36 @@ def _stored(leaf: Any, wish: Any, is_standard: bool) -> Any:
         return TextLeaf(str(leaf))
     if hasattr(leaf, "__array__") and is_standard:
         return np.asarray(leaf)
+    return None
+
+
+def _is_numeric(dtype: np.dtype) -> bool:
+    return dtype.kind in "biufc" or dtype.isbuiltin == 2
+
+
+def _refuse_unstorable(arg: Any) -> None:
+    """Raises ValueError with each leaf that no array on disk can hold, and the call that is right."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(arg.item)
+    wishes = [None] * len(flat) if arg.save_args is None else treedef.flatten_up_to(arg.save_args)
+    found: dict[str, list[str]] = {}
+    for (path, leaf), wish in zip(flat, wishes, strict=True):
+        if getattr(wish, "dtype", None) is None and (why := _why_unstorable(leaf)):
+            found.setdefault(why, []).append(".".join(leaf_path(path)[0]))
+    if found:
+        reasons = [f"{', '.join(sorted(names))} ({why})" for why, names in sorted(found.items())]
+        raise ValueError(f"these leaves cannot be saved: {'; '.join(reasons)}")
+
+
+def _why_unstorable(leaf: Any) -> str | None:
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "a masked array would lose its mask: save np.ma.getdata(x) and np.ma.getmaskarray(x) as two leaves"
+    if isinstance(leaf, int) and np.asarray(leaf).dtype.kind not in "biu":
+        return (
+            "an integer of more than 64 bits: save it in an item of its own, with ocp.args.JsonSave (so the state of a "
+            "NumPy Generator), or with ocp.args.NumpyRandomKeySave (np.random.get_state())"
+        )
+    if isinstance(leaf, np.ndarray | np.generic) and not isinstance(leaf, str | bytes) and not _is_numeric(leaf.dtype):
+        return f"an array of {leaf.dtype}, which is not a number: save numbers, or an item with ocp.args.JsonSave"
     return None
 
 

@@ -13,12 +13,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+import ckptkit.direct
 from ckptkit.snapshot.json_values import require_json
 
 args: Any = ocp.args
 state = {"w": jnp.ones(3)}
-empty = np.zeros((2, 0), np.float32)
-no_keys = jax.random.split(jax.random.key(0), 0)
 circular: dict[str, Any] = {"a": 1}
 circular["self"] = circular
 
@@ -38,31 +37,6 @@ def refused(root: Path, error: type[Exception], match: str, given: Any, **more: 
         assert manager.save(0, args=good, metrics={"loss": 1.0})
     with ocp.CheckpointManager(root) as stock:
         assert stock.all_steps() == [0]
-
-
-@pytest.mark.parametrize("kind", [args.StandardSave, args.PyTreeSave])
-@pytest.mark.parametrize("leaf", [empty, jnp.zeros((0, 3)), no_keys], ids=["numpy", "jax", "keys"])
-def test_leaf_without_elements_is_refused(tmp_path: Path, kind: Any, leaf: Any) -> None:
-    """A step would be committed that stock Orbax cannot read."""
-    refused(
-        tmp_path, ValueError, "without elements cannot be saved to the durable tier: e$", kind({**state, "e": leaf})
-    )
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        args.ArraySave(empty),
-        args.ArraySave(jnp.zeros(0)),
-        args.JaxRandomKeySave(no_keys),
-        args.NumpyRandomKeySave({"a": np.zeros(0, np.uint32), "b": np.ones(2, np.uint32)}),
-    ],
-    ids=["numpy", "jax", "keys", "numpy key"],
-)
-def test_small_item_without_elements_is_refused(tmp_path: Path, given: Any) -> None:
-    """The save would fail in the background, after the copies."""
-    named = args.Composite(state=args.StandardSave(state), small=given)
-    refused(tmp_path, ValueError, "without elements cannot be saved to the durable tier: small$", named)
 
 
 @pytest.mark.parametrize("kind", [args.StandardSave, args.PyTreeSave])
@@ -147,3 +121,78 @@ def test_value_that_is_too_deep_is_refused() -> None:
         require_json(deep, "metrics")
     while deep:  # Python frees a deep list by recursion
         deep = deep.pop()
+
+
+@pytest.mark.parametrize("kind", [args.StandardSave, args.PyTreeSave])
+@pytest.mark.parametrize(
+    ("leaf", "match"),
+    [
+        (
+            np.ma.array([1.0, 2.0], mask=[True, False]),
+            r": e\.x \(a masked array would lose its mask: save np.ma.getdata",
+        ),
+        (1 << 100, r": e\.x \(an integer of more than 64 bits: .*JsonSave.*NumpyRandomKeySave"),
+        (-(1 << 64), r": e\.x \(an integer of more than 64 bits: "),
+        (np.array([object()]), r": e\.x \(an array of object, which is not a number: .*JsonSave"),
+        (np.array(["a", "b"]), r": e\.x \(an array of <U1, "),
+        (np.array(["2020-01-01"], "M8[D]"), r": e\.x \(an array of datetime64\[D\], "),
+        (np.datetime64("2020-01-01"), r": e\.x \(an array of datetime64\[D\], "),
+        (np.zeros(2, [("a", "f4"), ("b", "i4")]), r": e\.x \(an array of \[\('a', '<f4'\), "),
+    ],
+    ids=["masked", "128 bits", "negative", "objects", "text", "dates", "a date", "structures"],
+)
+def test_leaf_that_no_array_on_disk_holds_is_refused(tmp_path: Path, kind: Any, leaf: Any, match: str) -> None:
+    """The save would fail in the background with an error of zarr's, or a mask would be lost."""
+    refused(tmp_path, ValueError, f"^these leaves cannot be saved{match}", kind({**state, "e": {"x": leaf}}))
+
+
+def test_leaves_are_refused_by_their_own_path_too(tmp_path: Path) -> None:
+    """A tree that is saved without a manager would lose its mask."""
+    with pytest.raises(ValueError, match=r"^these leaves cannot be saved: a, b \(a masked array"):
+        ckptkit.direct.save(tmp_path / "here", {name: np.ma.array([1.0, 2.0]) for name in "ab"})
+
+
+def test_state_of_a_numpy_generator_is_saved_as_its_refusal_tells(tmp_path: Path) -> None:
+    """The remedy of the refusal would be wrong."""
+    rng = np.random.default_rng(0)
+    for given in (
+        args.StandardSave({"rng": rng.bit_generator.state}),
+        args.PyTreeSave({"rng": rng.bit_generator.state}),
+    ):
+        refused(tmp_path / type(given).__name__, ValueError, r"rng\.state\.inc, rng\.state\.state \(an integer", given)
+    items = args.Composite(
+        state=args.StandardSave(state),
+        rng=args.JsonSave(rng.bit_generator.state),
+        legacy=args.NumpyRandomKeySave(np.random.get_state()),
+    )
+    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(0, args=items)
+    expected = rng.random(3)
+    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+        found = manager.restore(0, args=args.Composite(rng=args.JsonRestore(), legacy=args.NumpyRandomKeyRestore()))
+    rng.bit_generator.state = found["rng"]
+    assert rng.random(3).tolist() == expected.tolist()
+    np.random.set_state(found["legacy"])
+
+
+def test_leaf_of_a_type_handler_of_the_callers_own_is_not_refused(tmp_path: Path) -> None:
+    """A handler that stores such leaves could not be used."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    with ckptkit.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        assert manager.save(0, args=args.PyTreeSave({"m": np.ma.array([1.0, 2.0])}))
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_small_items_without_elements_are_saved(tmp_path: Path) -> None:
+    """The save would fail in the background, after the copies."""
+    keys = jax.random.split(jax.random.key(0), 0)
+    items = args.Composite(
+        state=args.StandardSave(state), numpy=args.ArraySave(np.zeros((2, 0))), keys=args.JaxRandomKeySave(keys)
+    )
+    wanted = args.Composite(numpy=args.ArrayRestore(), keys=args.JaxRandomKeyRestore())
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=items)
+    for library in (ocp, ckptkit):
+        with library.CheckpointManager(tmp_path) as manager:
+            found = manager.restore(0, args=wanted)
+        assert (found["numpy"].shape, found["keys"].shape, found["keys"].dtype) == ((2, 0), (0,), keys.dtype)

@@ -212,7 +212,8 @@ def _tree_files(tree: Any) -> dict[str, bytes]:
         record, block = _described(names_in(keypath), leaf)
         below = paths.array_prefix(record.name)
         files[f"{below}.zarray"] = zarr_text(record.dtype, record.shape, record.cell)
-        files[below + (".".join("0" * block.ndim) or "0")] = block.tobytes()
+        if block.size:
+            files[below + (".".join("0" * block.ndim) or "0")] = block.tobytes()
         stored.append(HostShards(record=record, blocks=[]) if isinstance(leaf, jax.Array) else leaf)
     shards = [leaf for leaf in stored if isinstance(leaf, HostShards)]
     if shards:
@@ -229,5 +230,6 @@ def _described(path: tuple[str, ...], leaf: Any) -> tuple[LeafRecord, np.ndarray
             leaf = jax.random.key_data(leaf)
     block = np.asarray(leaf)
     shape = block.shape
-    record = LeafRecord(path=path, keys="", kind="jax", shape=shape, dtype=block.dtype.name, cell=shape, extra=extra)
+    cell = tuple(max(1, rows) for rows in shape)
+    record = LeafRecord(path=path, keys="", kind="jax", shape=shape, dtype=block.dtype.name, cell=cell, extra=extra)
     return record, block
