@@ -168,6 +168,7 @@ imports-campaign: setup
 # What the pages show of the commands, from the commands themselves.
 docs-cli: setup
 	$(BIN)/python -m tools.cli_docs
+	$(BIN)/python -m tools.api_docs
 
 # The pictures of README and TUTORIAL; the second runs the tutorial in /dev/shm/story and runs/story.
 docs-session: setup

@@ -22,6 +22,10 @@ def _listed(head: str, lines: Iterable[str], then: str) -> str:
     return "\n".join(map(one_line, (head, *(f"  {line}" for line in lines), then)))
 
 
+def _differences(found: Collection[str]) -> str:
+    return "1 difference" if len(found) == 1 else f"{len(found)} differences"
+
+
 class CheckpointError(Exception):
     """Base of every error that ckptkit raises; carries `.step`, `.tier` and `.path` where they are known."""
 
@@ -106,7 +110,7 @@ class TreeMismatchError(CheckpointError, ValueError):
 
     def __init__(self, differences: Iterable[str], *, step: int, where: str):
         self.differences = tuple(sorted(differences))
-        head = f"step {step} in {where} is not the tree that was asked for ({len(self.differences)} differences):"
+        head = f"step {step} in {where} is not the tree that was asked for ({_differences(self.differences)}):"
         then = "Restore with the abstract state of the model that was saved, or change the model."
         super().__init__(
             _listed(head, self.differences, then),
@@ -120,7 +124,7 @@ class SurgeryError(TreeMismatchError):
 
     def __init__(self, differences: Iterable[str]):
         self.differences = tuple(sorted(differences))
-        head = f"the rules do not give every leaf a source and a target ({len(self.differences)} differences):"
+        head = f"the rules do not give every leaf a source and a target ({_differences(self.differences)}):"
         then = (
             "Nothing was read. Add or change rules: Init for leaves that begin afresh, Skip for leaves that are left "
             "behind."
@@ -135,7 +139,7 @@ class MergeError(TreeMismatchError):
         self.differences = tuple(sorted(differences))
         shown = self.differences[:_SHOWN_MAX]
         more = len(self.differences) - len(shown)
-        head = f"the checkpoints do not go together ({len(self.differences)} differences):"
+        head = f"the checkpoints do not go together ({_differences(self.differences)}):"
         lines = [*shown, *([f"and {more} more"] if more else [])]
         CheckpointError.__init__(self, _listed(head, lines, advice))
 

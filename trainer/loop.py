@@ -168,8 +168,9 @@ class Progress:
             leaves = named_leaves(begin.state)
             params = sum(math.prod(leaf.shape) for path, leaf in leaves.items() if path.startswith("model/"))
             state_bytes = sum(leaf.nbytes for leaf in leaves.values())
+            on = "1 process" if jax.process_count() == 1 else f"{jax.process_count()} processes"
             click.echo(
-                f"mesh {mesh} on {jax.process_count()} processes, {params:,} parameters, "
+                f"mesh {mesh} on {on}, {params:,} parameters, "
                 f"state {state_bytes / 1e6:.1f} MB, from step {self._mark_step} to {self._steps}"
             )
             if self._mark_step >= self._steps:

@@ -124,14 +124,16 @@ MEMORY = size(
     help="The most array data that is held at once; a chunk above a quarter of it is an error.",
 )
 MAP = click.option("--map", "map_path", metavar="FILE", help="Rules that rename, split, stack, transpose (TOML).")
-TIERS = click.option(
-    "--tier",
-    "tiers",
-    multiple=True,
-    metavar="PATH",
-    type=Parsed("path", lambda text: text.removeprefix("file://")),
-    help="A fast tier's path on this host; may be repeated.",
-)
+
+
+def _tiers(default: str = "") -> Any:
+    kind = Parsed("path", lambda text: text.removeprefix("file://"))
+    told = f"A fast tier's path on this host; may be repeated{default}."
+    return click.option("--tier", "tiers", multiple=True, metavar="PATH", type=kind, help=told)
+
+
+TIERS = _tiers()
+FOUND_TIERS = _tiers(" [default: those that the newest durable step was saved with]")
 HOST_ID = click.option("--host-id", metavar="ID", help="The host whose slots are read [default: this machine's name].")
 STEP_PREFIX = click.option(
     "--step-prefix",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
@@ -14,8 +16,10 @@ from rich.text import Text
 
 from ckptkit.errors import one_line as printable
 from ckptkit.util.words import count_text as count_text
+from ckptkit.util.words import first_of
 from ckptkit.util.words import size_text as size_text
 
+_NAMED_MAX = 8  # rows that share a reason
 _INDENTED_CHARS = 1 << 20
 _RICH_ROWS_MAX = 1000  # rich lays out 2,500 rows a second (measured): plain columns beyond, and in pipes
 
@@ -77,6 +81,29 @@ def print_notes(notes: Iterable[str]) -> None:
     """Each on a line, below the one that it is about."""
     for note in notes:
         print_line(f"  {note}")
+
+
+def print_part_and_reasons(columns: Columns, rows: Sequence[Sequence[str]]) -> None:
+    """As `print_part`; the last column has reasons, and one that several rows share is printed once, below them."""
+    shared = [reason for reason, count in Counter(row[-1] for row in rows if row[-1]).items() if count > 1]
+    if all(row[-1] in (*shared, "") for row in rows):
+        columns = columns[:-1]
+    own = [[*row[:-1], "" if row[-1] in shared else row[-1]][: len(columns)] for row in rows]
+    print_part(columns, own)
+    for reason in shared:
+        of = [row[0] for row in rows if row[-1] == reason]
+        print_line()
+        print_line(f"{columns[0][0]}s {first_of(of, _NAMED_MAX)}: {reason}")
+
+
+def names_of_tiers(names: Mapping[str, str]) -> list[str]:
+    """The line that gives the directory of each tier's name; none without names."""
+    return [", ".join(f"{name} is {path}" for path, name in names.items())] if names else []
+
+
+def tier_name(tier: str, names: Mapping[str, str]) -> str:
+    """The run's own name of a tier, `ram` or `ssd`; the given path where no save records it."""
+    return names.get(os.path.abspath(tier), tier)
 
 
 def print_top(columns: Columns, rows: Sequence[Sequence[str]], top: int | None) -> None:

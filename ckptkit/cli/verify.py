@@ -9,7 +9,7 @@ import click
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.progress import progress_line
-from ckptkit.cli.text import count_text, print_found, print_line, print_notes, print_part, size_text
+from ckptkit.cli.text import count_text, print_found, print_line, print_notes, print_part_and_reasons, size_text
 from ckptkit.upkeep import with_signatures
 from ckptkit.upkeep.signatures import TrustedKey
 from ckptkit.verification import Scrub, StepProof, Treatment, Verification
@@ -94,7 +94,7 @@ def show_verification(found: Verification) -> None:
     what = "" if found.item is None else f"item {found.item}, of no step: "
     print_line(f"{found.path}: {what}{saves}, {counts['proven']} proven, {counts['corrupt']} corrupt{others}")
     print_notes(found.notes)
-    print_part(_COLUMNS, [_row(proof, found.item) for proof in found.steps])
+    print_part_and_reasons(_COLUMNS, [_row(proof, found.item) for proof in found.steps])
 
 
 def show_scrub(found: Scrub) -> None:
@@ -102,7 +102,7 @@ def show_scrub(found: Scrub) -> None:
     damaged, copies = len(found.treatments), count_text(found.checked, "copy", "copies")
     print_line(f"{found.root}: {copies}, {damaged} damaged{'' if found.repair else ', nothing was changed'}")
     print_notes(found.notes)
-    print_part(_TREATED, [_treated(each) for each in found.treatments])
+    print_part_and_reasons(_TREATED, [_treated(each) for each in found.treatments])
 
 
 def _row(proof: StepProof, item: str | None) -> list[str]:

@@ -276,7 +276,12 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
 
 
 def _slices(mesh: jax.sharding.Mesh, axis: int) -> list[np.ndarray]:
-    """The devices of each slice; raises ValueError for an axis that the mesh does not have."""
+    """The devices of each slice; raises ValueError for an axis that the mesh does not have.
+
+    A mesh of one axis is one slice, whatever the index: Orbax counts so too, and its layout of a root depends on it.
+    """
+    if mesh.devices.ndim == 1:
+        return [mesh.devices]
     if not 0 <= axis < mesh.devices.ndim:
         raise ValueError(
             f"CheckpointManagerOptions.replica_axis_index is {axis}, and the mesh has the axes "

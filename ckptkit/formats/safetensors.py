@@ -20,6 +20,7 @@ from ckptkit.formats.dtypes import SAFETENSORS, SAFETENSORS_WORDS, checked_shape
 from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges, ranges_to_keep
 from ckptkit.formats.tensors import LEAVES_MAX, Checkpoint, FileSpan, FormatFacts, Tensor, left_out
 from ckptkit.model.leaf_info import LeafInfo, name_of
+from ckptkit.util.words import count_text
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -80,7 +81,7 @@ def open_sharded(place: Place) -> Checkpoint:
         path=place.url,
         format="safetensors",
         tensors=[tensor for _, tensor in found.values()],
-        layout=f"{len(files)} files" + ", index" * (expected is not None),
+        layout=count_text(len(files), "file") + ", index" * (expected is not None),
         facts=FormatFacts(
             kind="directory",
             notes=(

@@ -14,6 +14,7 @@ from ckptkit.goodput.text import NO_STEPS, caveats, headline
 from ckptkit.goodput.timeline import SaveMark, Stretch, Timeline
 from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
 from ckptkit.util.clock import time_text
+from ckptkit.util.words import count_text
 
 _WIDTH = 1120.0  # of the drawings, in their own units; the page scales them
 _LEFT, _RIGHT = 96.0, 24.0  # for the names of lanes, and half of the last label
@@ -150,7 +151,8 @@ def _timeline(run: Timeline) -> str:
     for mark in run.losses:
         x, loss = _x(mark.at_s, run), mark.loss
         who = "?" if loss.process is None else loss.process
-        said = f"loss of process {who} ({loss.cause}), {loss.lost_steps} steps lost, at {time_text(mark.at_s)}"
+        lost = count_text(loss.lost_steps, "step")
+        said = f"loss of process {who} ({loss.cause}), {lost} lost, at {time_text(mark.at_s)}"
         line = (
             f'<line x1="{x:.1f}" y1="18" x2="{x:.1f}" y2="{bottom:.1f}" stroke="currentColor" stroke-dasharray="3 2"/>'
         )
@@ -275,7 +277,7 @@ def _histogram(stalls_ms: Sequence[float]) -> str:
     for number, count in enumerate(counts):
         x, tall = 50 + number * each, room * count / max(counts)
         begin, end = (low * (high / low) ** (k / _BINS) for k in (number, number + 1))
-        said = f"{count} saves from {begin:.3g} to {end:.3g} ms"
+        said = f"{count_text(count, 'save')} from {begin:.3g} to {end:.3g} ms"
         drawn.append(_group("stalls", said, f'<rect {_place(x, 160 - tall, each - 1, tall)} fill="#0072B2"/>'))
         if count:
             drawn.append(f'<text x="{x + each / 2:.1f}" y="{154 - tall:.1f}" text-anchor="middle">{count}</text>')

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from ckptkit.events import LOG_NAME, Event, Kind, read_events
 from ckptkit.goodput.parts import Interval, Part, part_of
 from ckptkit.goodput.signs import Stride, is_restore, spans_of, strides_of, usual_step_s
+from ckptkit.util.words import count_text
 
 StepsFrom = Literal["spans", "calls", "both", "nothing"]  # both: some attempts by spans, some by calls
 
@@ -60,7 +61,7 @@ def _unread(name: str, unknown: Counter[str]) -> str:
     count, shown = unknown.total(), sorted(unknown)
     more = f" and {len(shown) - _KINDS_SHOWN} more" if len(shown) > _KINDS_SHOWN else ""
     return (
-        f"{count:,} {'line' if count == 1 else 'lines'} of {name} could not be read: this ckptkit does not know the "
+        f"{count_text(count, 'line')} of {name} could not be read: this ckptkit does not know the "
         f"kinds of event {', '.join(shown[:_KINDS_SHOWN])}{more}. Read the logs with the version that wrote them."
     )
 

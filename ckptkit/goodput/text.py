@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptkit.goodput.report import DEFINITIONS, GoodputReport
 from ckptkit.util.clock import time_text
+from ckptkit.util.words import count_text
 
 _STEPS_FROM = {
     "spans": "steps from the loop's `step` spans",
@@ -28,6 +29,11 @@ def caveats(report: GoodputReport) -> list[str]:
         told.append(
             "No log has steps. Call manager.save(step, ...), should_save or reached_preemption in each step, or "
             "write `with manager.step(step):` around it."
+        )
+    if unknown := [loss for loss in report.disruptions if loss.process is None and loss.cause == "unknown"]:
+        told.append(
+            f"No log has the process or the cause of {count_text(len(unknown), 'loss', 'losses')}: `ckptkit run` "
+            "writes both into the directory of its --events. Give it the directory of the job's event logs."
         )
     if report.custom_s:
         named = ", ".join(f"{_shown(name)} ({time_text(seconds)})" for name, seconds in report.custom_s.items())

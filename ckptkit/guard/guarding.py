@@ -18,6 +18,7 @@ from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
 from ckptkit.manager.restore import restore_first
 from ckptkit.model.tiers import KeepGood
+from ckptkit.util.words import count_text
 
 StepNumber = Literal["done", "last"]
 
@@ -324,17 +325,19 @@ class Guard:
             row.append(each)
             later = each.alarm
         if len(row) >= self._policy.retries_max:
-            raise self._stopped(alarm, f"{len(row)} rollbacks in a row did not help, and the limit is reached")
+            raise self._stopped(
+                alarm, f"{count_text(len(row), 'rollback')} in a row did not help, and the limit is reached"
+            )
 
     def _restored(self, manager: CheckpointManager, alarm: Alarm, offered: Sequence[int], args: Any) -> tuple[int, Any]:
         with self._events.span("checkpoint_restore"):
             step, restored, damaged = restore_first(offered, lambda each: manager.restore(each, args=args))
         if step is not None:
             return step, restored
-        old = f"{self._policy.margin_steps} steps older than step {alarm.onset}"
+        old = f"{count_text(self._policy.margin_steps, 'step')} older than step {alarm.onset}"
         margin = f"{old} and was taken while nothing was suspicious"
         why = f"no save is {margin}" if not offered else f"no save that is {margin} can be restored: {damaged[0]}"
-        raise self._stopped(alarm, f"{why}; keep {self.reach_steps} steps of saves (Guard.keep)")
+        raise self._stopped(alarm, f"{why}; keep saves of {count_text(self.reach_steps, 'step')} (Guard.keep)")
 
     def _stopped(self, alarm: Alarm, why: str) -> GuardStopError:
         self._events.emit(Kind.GUARD_STOPPED, step=alarm.step, reason=why, alarm=str(alarm))

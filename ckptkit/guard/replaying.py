@@ -22,7 +22,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.snapshot.state_digest import BoxDigests, box_digests
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
-from ckptkit.util.words import first_of
+from ckptkit.util.words import count_text, first_of
 
 StepFn = Callable[[Any, Any], Any]
 MakeStep = Callable[[], StepFn]
@@ -299,5 +299,5 @@ def _why_not(last: SaveId | None, save: SaveId, steps_max: int) -> str:
     if save.epoch != last.epoch or save.step <= last.step:
         return "the job was restarted or went back"
     if save.step - last.step > steps_max:
-        return f"{save.step - last.step} steps after save {last.step}, and {steps_max} are the most"
+        return f"{count_text(save.step - last.step, 'step')} after save {last.step}, and {steps_max} are the most"
     return ""

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ckptkit.util.words import count_text
+
 LARGE_BYTES = 1_000_000  # a smaller leaf on every device costs nothing that matters
 
 LayoutProblem = Literal["whole", "idle axis", "split over replicas", "uneven", "unknown axis"]
@@ -74,7 +76,8 @@ class ShardingReport:
         share = self.device_bytes * self.devices / self.whole_bytes if self.whole_bytes else 1.0
         axes = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
         lines = [
-            f"mesh {axes}: {self.devices} devices; {self.leaves} leaves, {_megabytes(self.whole_bytes)} in all, "
+            f"mesh {axes}: {count_text(self.devices, 'device')}; {count_text(self.leaves, 'leaf', 'leaves')}, "
+            f"{_megabytes(self.whole_bytes)} in all, "
             f"{_megabytes(self.device_bytes)} on a device: {share:.2f} copies of the state"
         ]
         lines += [

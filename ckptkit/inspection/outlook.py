@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ckptkit.errors import (
 )
 from ckptkit.events import EventLog
 from ckptkit.inspection.shares import read_share, read_shares
-from ckptkit.inspection.steps import tier_shares
+from ckptkit.inspection.steps import places_in, recorded_tiers, shares_by_tier
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
@@ -47,6 +48,7 @@ class Outlook:
     rejected: tuple[tuple[str, int, str], ...] = ()  # tier, step, reason: newer ones
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)  # of tiers, by their directories, as in `Listing`
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -60,6 +62,7 @@ class Outlook:
             "where": self.chosen.where,
             "plan": None if self.plan is None else self.plan.to_json(),
             "rejected": [{"tier": tier, "step": step, "reason": reason} for tier, step, reason in self.rejected],
+            "names": dict(self.names),
             "notes": self.notes,
             "problems": self.problems,
         }
@@ -68,13 +71,15 @@ class Outlook:
 def outlook(
     root: str,
     *,
-    tiers: Sequence[str] = (),
+    tiers: Sequence[str] | None = (),
     host_id: str,
     like: str | None = None,
     step: int | None = None,
     timeout_s: float = 20.0,
 ) -> Outlook:
     """Which save of `root` a restart on this host alone would take, and the source of each box.
+
+    `tiers` None: those that the newest durable step was saved with, as in `list_steps`.
 
     The wanted part is every complete leaf, or with `like` (a slot directory, a manifest, or a step of the run's own)
     the leaves and boxes that are recorded there. Reads only metadata, and asks no other host: a job reads what this one
@@ -88,6 +93,8 @@ def outlook(
     found_in_root = read_root(place, ancestry)
     durable = {each.identity: each.place for each in found_in_root.steps if each.state == "committed"}
     notes = found_in_root.notes
+    tier_names = recorded_tiers(found_in_root) if tiers is None else {}
+    given, tiers = tiers is not None, [*tier_names] if tiers is None else tiers
     unreadable: list[CorruptCheckpointError] = []  # saves of which it is not known what they hold
     unreadable += [
         CorruptCheckpointError(each.problem, step=each.step, path=each.place.url)
@@ -95,10 +102,10 @@ def outlook(
         if each.problem is not None
     ]
     fast: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
-    for tier in in_order_of_cost(tiers):
-        found, damaged = tier_shares(tier, url, host_id, notes)
+    for tier, found, damaged in shares_by_tier(in_order_of_cost(tiers), url, host_id, notes, are_given=given):
         unreadable += damaged
         for share in found:
+            tier_names |= places_in(share.manifest)
             fast.setdefault(share.manifest.save_id, {}).setdefault(tier, []).append((share.directory, share.manifest))
     problems += map(str, unreadable)
     wanted = None if like is None else _wanted_like(like, timeout_s)
@@ -128,6 +135,7 @@ def outlook(
             rejected=tuple(rejected),
             notes=tuple(notes),
             problems=tuple(problems),
+            names={tier: tier_names[tier] for tier in map(os.path.abspath, tiers) if tier in tier_names},
         )
     error: CheckpointError = nothing_at(url, "no step can be restored, here or in a given tier")
     asked = [each for each in unreadable if step in (None, each.step, _step_of_manifest(each))]

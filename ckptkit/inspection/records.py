@@ -10,6 +10,7 @@ from ckptkit.durable.lifecycle.listing import StepState
 from ckptkit.inspection.sharing import SharedFile
 from ckptkit.model.leaf_info import LeafInfo as LeafInfo
 from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import TIERS_ENTRY
 from ckptkit.util.plain import plain_fields
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
@@ -48,11 +49,11 @@ class SaveOrigin:
     certified: bool | None = None
 
     def differences(self, other: SaveOrigin) -> tuple[tuple[str, str | None, str | None], ...]:
-        """How the provenance of another save differs: name, value here, value there (None: unknown). Empty if one of
-        both has none."""
+        """How the provenance of another save differs: name, value here, value there (None: unknown). Its tiers are not
+        compared. Empty if one of both has none."""
         if not self.provenance or not other.provenance:
             return ()
-        names = dict.fromkeys([*self.provenance, *other.provenance])
+        names = [name for name in dict.fromkeys([*self.provenance, *other.provenance]) if name != TIERS_ENTRY]
         pairs = ((name, self.provenance.get(name), other.provenance.get(name)) for name in names)
         return tuple((name, here, there) for name, here, there in pairs if here != there)
 
@@ -156,13 +157,15 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Every step of a root over the tiers that were looked at, ascending."""
+    """Every step of a root over the tiers that were looked at, ascending. `names` are the runs' own names of tiers
+    (`ram`, `ssd`), by their directories, where a save records them."""
 
     root: str
     host_id: str
     steps: tuple[StepEntry, ...]
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""

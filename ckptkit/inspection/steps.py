@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, root_record_of
-from ckptkit.durable.lifecycle.listing import DurableStep, certified_in, read_ancestry, read_root, require_root
+from ckptkit.durable.lifecycle.listing import (
+    DurableStep,
+    RootSteps,
+    certified_in,
+    read_ancestry,
+    read_root,
+    require_root,
+)
 from ckptkit.durable.lifecycle.places import Place, json_value, step_items
-from ckptkit.errors import CorruptCheckpointError, StoreError
+from ckptkit.durable.lifecycle.step_records import read_sidecar, sidecar_processes
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import Holding, Listing, StepEntry
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.model.paths import METRICS
-from ckptkit.model.tiers import DURABLE
+from ckptkit.model.tiers import DURABLE, TIERS_ENTRY, places_of_text
 from ckptkit.slots.reader import slot_directories
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
@@ -25,14 +34,15 @@ from ckptkit.store.roots import root_url
 def list_steps(
     root: str,
     *,
-    tiers: Sequence[str] = (),
+    tiers: Sequence[str] | None = (),
     host_id: str,
     step_prefix: str | None = None,
     timeout_s: float = 20.0,
 ) -> Listing:
     """Every step of `root` over its durable directory and this host's slots below `tiers`, in the order of their saves.
 
-    `step_prefix`: see `read_root`, which decides what is a step; the rest is named in `notes`.
+    `tiers` None: those that the newest durable step was saved with, as far as they are on this host. `step_prefix`: see
+    `read_root`, which decides what is a step; the rest is named in `notes`.
 
     Opens only slot directories of `host_id`; takes no lock, makes no directory, writes nothing. Damaged saves are
     listed as such, and named in `problems`. Cost: a listing per directory, a small read per step and manifest.
@@ -46,11 +56,13 @@ def list_steps(
     ancestry, problems = read_ancestry(place)
     found_in_root = read_root(place, ancestry, step_prefix=step_prefix)
     notes = found_in_root.notes
+    names = recorded_tiers(found_in_root) if tiers is None else {}
+    given, tiers = tiers is not None, [*names] if tiers is None else tiers
     shares: list[tuple[str, Share]] = []
     entries = [_durable_entry(step) for step in found_in_root.steps]
-    for tier in tiers:
-        found, damaged = tier_shares(tier, url, host_id, notes)
+    for tier, found, damaged in shares_by_tier(tiers, url, host_id, notes, are_given=given):
         shares += [(tier, share) for share in found]
+        names |= {path: name for share in found for path, name in places_in(share.manifest).items()}
         entries += [_damaged_entry(tier, error) for error in damaged]
     if not entries and not shares:
         require_root(place, found_in_root)
@@ -58,7 +70,38 @@ def list_steps(
     entries = [replace(each, certified=each.save_id in certified) for each in _merged(entries, shares, ancestry)]
     problems += [entry.problem for entry in entries if entry.problem is not None]
     entries.sort(key=lambda entry: entry.save_id or ancestry.of_stock(entry.step))
-    return Listing(root=url, host_id=host_id, steps=tuple(entries), notes=tuple(notes), problems=tuple(problems))
+    return Listing(
+        root=url,
+        host_id=host_id,
+        steps=tuple(entries),
+        notes=tuple(notes),
+        problems=tuple(problems),
+        names={tier: names[tier] for tier in map(os.path.abspath, tiers) if tier in names},
+    )
+
+
+def recorded_tiers(found: RootSteps) -> dict[str, str]:
+    """The fast tiers of the run that saved the newest durable step, by their directories, as far as they are here.
+
+    Empty where no step of ours records any. Cost: a listing and a small read.
+    """
+    saved = [step for step in found.steps if step.save_id is not None and step.state == "committed"]
+    if not saved:
+        return {}
+    newest = max(saved, key=lambda step: step.identity)
+    with suppress(CheckpointError):
+        for name in newest.place.directories():
+            item = newest.place.below(name)
+            for process in sidecar_processes(item)[:1]:
+                record = read_sidecar(item, process, extent="head")
+                if record is not None:
+                    return {path: name for path, name in places_in(record).items() if os.path.isdir(path)}
+    return {}
+
+
+def places_in(manifest: Manifest) -> dict[str, str]:
+    """The names of the fast tiers that a save records, by their directories."""
+    return places_of_text(manifest.writer.provenance.get(TIERS_ENTRY, ""))
 
 
 def _durable_entry(found: DurableStep) -> StepEntry:
@@ -100,6 +143,25 @@ def tier_shares(
         shares += found
         damaged += bad
     return shares, damaged
+
+
+def shares_by_tier(
+    tiers: Iterable[str], url: str, host_id: str, notes: list[str], *, are_given: bool
+) -> Iterator[tuple[str, list[Share], list[CorruptCheckpointError]]]:
+    """Each tier with its result of `tier_shares`. One that was not given, and may not be read, is left out with a note:
+    the slots of a job are private to its user. One that was not given, and has nothing of the root, gets no note: many
+    hosts have a directory of that name."""
+    for tier in tiers:
+        own: list[str] = []
+        try:
+            found, damaged = tier_shares(tier, url, host_id, own)
+            notes += [each for each in own if are_given or each != no_slots(tier, host_id)]
+        except StoreError as error:
+            if are_given:
+                raise
+            notes.append(f"{tier} is left out: {error}")
+            continue
+        yield tier, found, damaged
 
 
 def slots_of_root(tier: str, url: str, host_id: str, notes: list[str]) -> list[Path]:

@@ -25,6 +25,7 @@ from ckptkit.launch.policy import ExitCode, Hooks
 from ckptkit.launch.signals import signals_mean
 from ckptkit.launch.status import AttachedJob
 from ckptkit.util.clock import Deadline, monotonic_s, wall_s
+from ckptkit.util.words import count_text
 
 _START_MAX_S = 60.0  # a job that marks no steps counts as running after this
 _LOOK_S = 0.1
@@ -270,7 +271,9 @@ class Chaos:
         for place in injected.fault.wipes:
             paths = self._paths(place, injected)
             for path in paths:
-                self._note(injected, f"emptied {path}: {emptied(path)} files", what="wipe", target=str(path))
+                self._note(
+                    injected, f"emptied {path}: {count_text(emptied(path), 'file')}", what="wipe", target=str(path)
+                )
             if not paths:
                 self._note(injected, f"no {place} to empty: the job's event log names no such directory")
         for place in injected.fault.flips:

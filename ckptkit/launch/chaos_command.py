@@ -365,8 +365,10 @@ def _cost_lines(found: Mapping[str, Any]) -> Sequence[str]:
     samples, p99_s = found["back_s_samples"], found["back_s_p99"]
     if not samples:
         return ["no step came after a fault"] if found["faults"] else []
-    p99 = f"p99 needs {_P99_MIN} of them" if p99_s is None else f"p99 {time_text(p99_s)}"
-    times = f"p50 {time_text(found['back_s_p50'])}, {p99}, at most {time_text(found['back_s_max'])}"
+    times = f"{time_text(found['back_s_p50'])} after the fault"
+    if samples > 1:
+        p99 = "" if p99_s is None else f"p99 {time_text(p99_s)}, "
+        times = f"p50 {times}, {p99}at most {time_text(found['back_s_max'])} ({count_text(samples, 'fault')})"
     lost = count_text(found["steps_repeated"], "step")
     lost_s = "" if found["repeated_s"] is None else f", {time_text(found['repeated_s'])}"
-    return [f"next step after: {times}, of {count_text(samples, 'time')}", f"work lost: {lost}{lost_s}"]
+    return [f"next step: {times}", f"work lost: {lost}{lost_s}"]

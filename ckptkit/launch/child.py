@@ -13,6 +13,7 @@ from mmap import mmap
 from multiprocessing import connection
 from pathlib import Path
 
+from ckptkit.launch.stacks import BusyStacks
 from ckptkit.util.clock import Deadline
 
 LINE_LIMIT_CHARS = 65536  # a longer line is passed on in pieces: a child may never write a newline
@@ -158,12 +159,18 @@ class Child:
 
     def _read(self) -> None:
         """Passes lines on until the pipe ends; continues to read after an error, so that the child never blocks."""
+        stacks = BusyStacks()
         with open(self._output_fd, encoding="utf-8", errors="replace") as lines:
             while line := lines.readline(LINE_LIMIT_CHARS):
-                try:
-                    self._on_output(self.process, line.rstrip("\n"))
-                except Exception as error:  # noqa: BLE001  (top of a thread: `run` raises it)
-                    self._on_error(error)
+                self._pass_on(stacks.taken(line.rstrip("\n")))
+        self._pass_on(stacks.rest())
+
+    def _pass_on(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            try:
+                self._on_output(self.process, line)
+            except Exception as error:  # noqa: BLE001  (top of a thread: `run` raises it)
+                self._on_error(error)
 
 
 def ended_among(children: Sequence[Child], wake: int, timeout_s: float | None) -> list[Child]:

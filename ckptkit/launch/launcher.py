@@ -27,7 +27,7 @@ from ckptkit.launch.signals import Told, passed_by, signals_mean
 from ckptkit.launch.status import Status
 from ckptkit.launch.watch import Hang, Watch
 from ckptkit.util.clock import Deadline, monotonic_s
-from ckptkit.util.words import first_of
+from ckptkit.util.words import count_text, first_of
 
 _TICK_S = 0.1  # for beats, and for templates
 _DUMP_S = 1.0  # for the stacks of a job that hangs
@@ -166,7 +166,8 @@ class Launcher:
             if number < self._policy.restarts:
                 self._prepare_relaunch(number, ended, in_a_row)
             in_a_row = 0 if self._went_on else in_a_row + 1
-        self._say(f"all {self._policy.restarts} restarts are spent: giving up")
+        spent = f"all {self._policy.restarts} restarts are spent" if self._policy.restarts > 1 else "no restart is left"
+        self._say(f"{spent}: giving up")
         return ExitCode.BUDGET_SPENT
 
     def _prepare_relaunch(self, number: int, loss: Loss, in_a_row: int) -> None:
@@ -179,7 +180,7 @@ class Launcher:
         if self._watch is not None and self._watch.fails_again:
             again = f"it failed after step {self._watch.reached} again; "
         these = "the process" if self._total == 1 else f"all {self._total} processes"
-        self._say(f"{again}restarting {these} in {backoff_s:g} s ({left} restart{'' if left == 1 else 's'} left)")
+        self._say(f"{again}restarting {these} in {backoff_s:g} s ({count_text(left, 'restart')} left)")
         if backoff_s:
             self._wait([], backoff_s)
         self._events.emit(Kind.RELAUNCHED, attempt=attempt + 1)
@@ -315,7 +316,7 @@ class Launcher:
             return None
         passed = f"process {hung.process} has made no step for {hung.pause_s:.0f} s"
         rule = f"it is ended as hung after {2 * hung.limit_s:.0f} s; --hang-timeout sets another limit"
-        self._say(f"{passed}; the stacks of all threads are in the log" + ("" if hung.is_lost else f"; {rule}"))
+        self._say(f"{passed}; the stacks of its busy threads are in the log" + ("" if hung.is_lost else f"; {rule}"))
         self._local.dump()
         if self._roster is not None:
             self._roster.tell("dump")

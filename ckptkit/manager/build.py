@@ -27,7 +27,7 @@ from ckptkit.manager.start_warnings import (
 )
 from ckptkit.manager.stock import take_stock
 from ckptkit.model.manifest import Writer
-from ckptkit.model.tiers import DURABLE, Tier
+from ckptkit.model.tiers import DURABLE, Tier, places_text
 from ckptkit.peers import PeerLink
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.flow import RestoreFlow
@@ -145,7 +145,11 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
                 process=coordinator.process,
                 count=coordinator.count,
                 host=settings.host_id,
-                provenance=provenance_here(settings.saving.revision, with_command=settings.saving.record_command),
+                provenance=provenance_here(
+                    settings.saving.revision,
+                    with_command=settings.saving.record_command,
+                    places=places_text({tier.name: tier.path for tier in tiers if tier.path}),
+                ),
             ),
             branch,
             Decider(options, tiers, durable_infos(ledger, durable), coordinator),

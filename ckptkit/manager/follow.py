@@ -62,7 +62,7 @@ def follow(
       poll_s: seconds between looks at the root. Cost of a look: one listing, small reads for new steps.
       idle_timeout_s: end after this time without a new step (default: never).
       lease_s: how long the writer keeps a step after this process has died.
-      events: where to record skipped steps.
+      events: where to record skipped steps, and restores with the bytes that were read.
 
     In an evaluator of several processes all iterate together; process 0 looks, and leases.
     Raises `StoreError` for a root that cannot be read (one that cannot be reached is tried again).
@@ -115,7 +115,7 @@ def _iterate(follower: _Follower, poll_s: float, idle_timeout_s: float | None) -
         while True:
             found, ended = coordinator.agree("follow", None, look, timeout_s=_AGREE_S)
             if found is not None:
-                manager = manager or _reader(follower.url)
+                manager = manager or _reader(follower)
                 identity, proven = found
                 save_id = SaveId.from_list(identity)
                 yield FollowedStep(
@@ -132,8 +132,9 @@ def _iterate(follower: _Follower, poll_s: float, idle_timeout_s: float | None) -
             manager.close()
 
 
-def _reader(url: str) -> CheckpointManager:
-    return CheckpointManager(url, options=ocp.CheckpointManagerOptions(read_only=True, create=False))
+def _reader(follower: _Follower) -> CheckpointManager:
+    options = ocp.CheckpointManagerOptions(read_only=True, create=False)
+    return CheckpointManager(follower.url, options=options, events=follower.events)
 
 
 class _Follower:

@@ -13,7 +13,7 @@ from ckptkit.events import Event, EventLog, Kind
 from ckptkit.model.tiers import DURABLE
 from ckptkit.util import clock
 from ckptkit.util.clock import time_text
-from ckptkit.util.words import size_text
+from ckptkit.util.words import count_text, size_text
 
 _log = logging.getLogger("ckptkit")
 _QUIET_S = 60.0  # between two log lines of one kind
@@ -112,7 +112,7 @@ def _opened(event: Event) -> str:
     fields = event.fields
     newest = f"the newest is {fields['newest']}" if fields["steps"] else "a fresh start"
     return (
-        f"start: {_counted(fields['steps'], 'step')} in {fields['directory']} and the fast tiers, {newest}; "
+        f"start: {count_text(fields['steps'], 'step')} in {fields['directory']} and the fast tiers, {newest}; "
         f"tiers: {', '.join([*fields['tiers'], DURABLE])}; ready after {time_text(fields['duration_s'])}"
     )
 
@@ -131,7 +131,7 @@ def _committed(event: Event) -> str:
 def _recovered(event: Event) -> str:
     fields = event.fields
     return (
-        f"tier {event.tier} works again, after {_counted(fields['failures'], 'failed save')} in "
+        f"tier {event.tier} works again, after {count_text(fields['failures'], 'failed save')} in "
         f"{time_text(fields['failed_s'])}"
     )
 
@@ -153,7 +153,7 @@ def _preempted(event: Event) -> str:
 
 def _left_behind(event: Event) -> str:
     fields = event.fields
-    return f"{fields['path']} holds {_counted(fields['count'], 'save')} that a run before did not commit"
+    return f"{fields['path']} holds {count_text(fields['count'], 'save')} that a run before did not commit"
 
 
 def _skipped(event: Event) -> str:
@@ -180,10 +180,6 @@ def _scrubbed(event: Event) -> str:
 def _reason(event: Event) -> str:
     reason = str(event.fields["reason"])
     return reason if len(reason) <= _REASON_CHARS_MAX else reason[:_REASON_CHARS_MAX] + " ..."
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 _Line = Callable[[Event], str]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -12,6 +13,7 @@ from ckptkit.model import paths
 
 RAM, PEER, SSD, DURABLE = "ram", "peer", "ssd", "durable"
 FAST_TIERS = (RAM, PEER, SSD)  # fastest first; the durable tier is slower than any of them
+TIERS_ENTRY = "tiers"  # of a save's provenance: the text of `places_text`
 MEMORY = "memory"  # the name of the staging area of a run without a fast tier
 _Save = TypeVar("_Save")
 
@@ -303,6 +305,21 @@ class Tier:
         """
         save = EverySteps(1) if save is None else save
         return cls(name=PEER, medium=PEER, path="", save=save, slots=slots, copies=copies, rack=rack)
+
+
+def places_text(places: Mapping[str, str]) -> str:
+    """The directories of fast tiers by their names, as the provenance of a save has them: `ram=/dev/shm/run`."""
+    return shlex.join(f"{name}={path}" for name, path in places.items())
+
+
+def places_of_text(text: str) -> dict[str, str]:
+    """The names of fast tiers by their directories, from `places_text`; empty for other text, which anybody may have
+    written."""
+    try:
+        pairs = [word.partition("=") for word in shlex.split(text)]
+    except ValueError:
+        return {}
+    return {path: name for name, _, path in pairs if name in FAST_TIERS and os.path.isabs(path)}
 
 
 def _fixed(path: str | os.PathLike[str]) -> str:

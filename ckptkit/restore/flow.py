@@ -397,7 +397,7 @@ def _uncommitted(restore: Restore, candidate: Candidate) -> Reason | None:
     """Why a save in fast tiers alone was not complete when the job ended, on process 0; None if it was."""
     lacking = [] if candidate.durable else uncommitted_by(restore.reports, candidate.save_id)
     named = ", ".join(map(str, lacking[:_NAMED_MAX])) + ", ..." * (len(lacking) > _NAMED_MAX)
-    what = f"process{'es' * (len(lacking) > 1)} {named} had not committed it"
+    what = f"{'processes' if len(lacking) > 1 else 'process'} {named} had not committed it"
     return Reason(f"not complete on all processes when the job ended: {what}") if lacking else None
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ckptkit.errors import UnsuitedSaveError
 from ckptkit.model.manifest import FILES, LeafRecord, Manifest, merged_leaves
 from ckptkit.snapshot.small_items import files_in
+from ckptkit.util.words import count_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,8 @@ def stored_files(manifests: Sequence[Manifest], item: str) -> StoredFiles:
     missing = [process for process in range(count) if process not in by_writer]
     if missing:
         raise UnsuitedSaveError(
-            f"item {item!r} is of files that {count} processes have written, and no process that can be reached holds "
-            f"those of process {', '.join(map(str, missing[:8]))}; keep copies on other hosts (Tier.peer)"
+            f"item {item!r} is of files of {count_text(count, 'process', 'processes')}, and no process that can be "
+            f"reached holds those of process {', '.join(map(str, missing[:8]))}; keep copies on other hosts (Tier.peer)"
         )
     leaves = {leaf.path: leaf for leaf in merged_leaves(manifests, item)}
     small: dict[str, bytes] = {}

@@ -23,6 +23,7 @@ from ckptkit.restore.plan import Candidate, RestorePlan, plan_restore
 from ckptkit.restore.request import RestoreRequest, SortedRequest, TreeAnswer, plain_answer, sorted_request, tree_answer
 from ckptkit.restore.tree import Target, targets_of
 from ckptkit.util.gc_pause import collection_paused
+from ckptkit.util.words import count_text
 
 _log = logging.getLogger("ckptkit")
 
@@ -154,9 +155,9 @@ class Preparer:
         count = holders[0].writer.count
         if count != self._coordinator.count:
             raise UnsuitedSaveError(
-                f"item {name!r} is a data iterator saved by {count} processes, and this job has "
-                f"{self._coordinator.count}: restore on {count}, or read the data with ckptkit.resume.ElasticBatches, "
-                "whose position is that of any number of processes"
+                f"item {name!r} is a data iterator saved by {count_text(count, 'process', 'processes')}, "
+                f"and this job has {self._coordinator.count}: restore on {count}, or read the data with "
+                "ckptkit.resume.ElasticBatches, whose position is that of any number of processes"
             )
         if not mine:
             raise UnsuitedSaveError(

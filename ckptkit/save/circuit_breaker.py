@@ -19,6 +19,7 @@ from ckptkit.save.agreement.commit_log import CommitLog
 from ckptkit.save.agreement.protocol import Ask, Effect, SaveProtocol, Sleep
 from ckptkit.save.agreement.voting import Voting
 from ckptkit.util import clock
+from ckptkit.util.words import count_text
 
 _PAUSES_MAX = 4  # doublings of a pause
 _jitter = random.Random()  # its own: a job that seeds `random` gets the same numbers with us in the background
@@ -131,7 +132,9 @@ class DurableRetry:
             return
         pause_s = self._policy.pause_s * 2 ** min(self._failed_in_row - self._policy.pause_after, _PAUSES_MAX)
         self._paused_until_s = clock.monotonic_s() + pause_s
-        said = f"{self._failed_in_row} saves in a row have failed; the next is tried in {pause_s:g} s. {reason}"
+        said = (
+            f"{count_text(self._failed_in_row, 'save')} in a row failed; the next is tried in {pause_s:g} s. {reason}"
+        )
         self._events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=said, pause_s=pause_s)
 
     def _verdict(

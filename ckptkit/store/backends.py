@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from ckptkit.errors import StoreError
 from ckptkit.store.base import Properties
 from ckptkit.store.local import DIRECTORY, directory_properties
+from ckptkit.util.words import count_text
 
 Needed = Literal["get", "list", "create", "delete"]
 Ask = Callable[..., Any]  # the name of a method of fsspec's file system, and its arguments
@@ -142,7 +143,8 @@ def _s3_raise_left(errors: Sequence[Mapping[str, str]]) -> None:
     if not left:
         return
     first = left[0]
-    said = f"{first.get('Key')}: {first.get('Code')}: {first.get('Message')} ({len(left)} objects are not deleted)"
+    left_there = f"{count_text(len(left), 'object')} not deleted"
+    said = f"{first.get('Key')}: {first.get('Code')}: {first.get('Message')} ({left_there})"
     refused = first.get("Code") == "AccessDenied"
     raise PermissionError(said) if refused else ConnectionError(said) if _s3_may_pass(first) else OSError(said)
 

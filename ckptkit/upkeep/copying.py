@@ -110,7 +110,7 @@ def _with_notes(
         for problem in (*problems, *(each for each in damaged if each is not error)):
             error.add_note(f"damaged: {problem}")
         if copied := [str(each.step) for each in done if each.act == "copy"]:
-            error.add_note(f"copied and proven: step{'s' * (len(copied) > 1)} {', '.join(copied)}")
+            error.add_note(f"copied and proven: {'step' if len(copied) == 1 else 'steps'} {', '.join(copied)}")
         raise
 
 

@@ -17,6 +17,7 @@ import pytest
 import ckptkit
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, Writer
+from ckptkit.model.tiers import places_of_text, places_text
 from ckptkit.slots.reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
 from tests.states import make_state, save_args
@@ -57,8 +58,55 @@ def test_text_table_has_all_columns(ckpt: Run, ours: Ours) -> None:
     lines = ckpt("steps", ours.root, *tiers(ours)).out.splitlines()
     assert lines[0] == f"{ours.root}: 2 steps, 2 abandoned, host {HOST}"
     (row,) = [line.split() for line in lines if line.split()[:1] == ["8"]]
-    assert row[:5] == ["8", "abandoned", "8@1.8", f"{ours.ram},", "durable"]
+    assert row[:5] == ["8", "abandoned", "8@1.8", "ram,", "durable"]
+    assert lines[1] == f"  ram is {ours.ram}"
     assert row[-5:] == ["1", "of", "1", "data,", "state"]
+
+
+def test_tiers_of_the_run_are_found_without_their_paths(ckpt: Run, ours: Ours) -> None:
+    """A person who does not know the tiers of a job would believe that its newest steps are lost."""
+    said = ckpt("steps", ours.root, "--host-id", HOST)
+    given = ckpt("steps", ours.root, *tiers(ours))
+    assert re.sub(r"\d+ s", "", said.out) == re.sub(r"\d+ s", "", given.out)
+    found = json.loads(ckpt("steps", ours.root, "--host-id", HOST, "--json").out)
+    assert found["names"] == {str(ours.ram): "ram"}
+    planned = ckpt("plan-restore", ours.root, "--host-id", HOST).out
+    assert planned == ckpt("plan-restore", ours.root, *tiers(ours)).out
+    assert planned.splitlines()[0].startswith(f"{ours.root}: step 5, save 5@2.0")
+    assert planned.splitlines()[1] == f"  ram is {ours.ram}"
+    assert planned.splitlines()[2].endswith(" from ram")
+    assert len(planned.splitlines()) == 3, "the leaves are many"
+
+
+def test_found_tier_of_another_user_is_left_out(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person who may read the root alone could not list its steps any more: slots are private to their user."""
+    listdir = os.listdir
+
+    def refused(path: str = ".") -> list[str]:
+        if os.fspath(path) == str(ours.ram):
+            raise PermissionError(13, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    for command in ("steps", "plan-restore"):
+        said = ckpt(command, ours.root, "--host-id", HOST)
+        assert (said.code, f"{ours.ram} is left out: " in said.out) == (0, True), said.out
+        assert ckpt(command, ours.root, *tiers(ours)).code == 1, "it was asked for"
+
+
+def test_recorded_tiers_that_are_no_tiers_are_left_out(ckpt: Run, mine: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint from elsewhere names directories of another host, or anything."""
+    said = ckpt("steps", mine.root, "--host-id", "h9")
+    assert "it has slots of h0 (name the host with --host-id)" in said.out
+    shutil.rmtree(mine.ram)
+    mine.ram.mkdir()
+    said = ckpt("steps", mine.root, "--host-id", HOST)
+    assert (said.code, "holds no slots" in said.out) == (0, False), "another run's directory"
+    mine.ram.rmdir()
+    said = ckpt("steps", mine.root, "--host-id", HOST)
+    assert (said.code, " is /" in said.out) == (0, False), said.out
+    assert places_of_text("ram=relative ssd=/a b=/c 'ram=") == places_of_text("ram=x other=/y nonsense") == {}
+    assert places_of_text(places_text({"ram": "/a b", "ssd": "/c=d"})) == {"/a b": "ram", "/c=d": "ssd"}
 
 
 def test_only_the_given_host_is_opened(ckpt: Run, mine: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +256,7 @@ def test_metrics_are_listed(ckpt: Run, stock: Path, tmp_path: Path) -> None:
 def test_json_shape_is_documented(ckpt: Run, ours: Ours) -> None:
     """Scripts that read `--json` would break: docs/CLI.md promises these names."""
     found = json.loads(ckpt("steps", ours.root, "--json", *tiers(ours)).out)
-    top = ["format", "root", "host_id", "steps", "notes", "problems"]
+    top = ["format", "root", "host_id", "steps", "notes", "problems", "names"]
     assert list(found) == top
     entry = [
         "step",

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit.cli import verify as verify_module
+from ckptkit.cli.text import print_part_and_reasons
 from ckptkit.slots.reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
 from tests.cli.test_inspect import CHECK_BACKEND
@@ -47,6 +50,25 @@ def test_stock_orbax_steps_are_unproven(ckpt: Run, stock: Path) -> None:
     said = ckpt("verify", stock / "root")
     assert said.code == 0
     assert said.out.startswith(f"{stock / 'root'}: 1 save, 0 proven, 0 corrupt, 1 unproven\n")
+
+
+def test_reason_that_steps_share_is_printed_once(ckpt: Run, tmp_path: Path) -> None:
+    """A sentence of 100 characters in each row would push the columns that differ off the screen."""
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in range(3):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.ones(4)}))
+    said = ckpt("verify", tmp_path).out.splitlines()
+    assert said[2].split() == ["step", "state", "save", "cells", "bytes", "where"]
+    assert [line for line in said if "keeps no digests" in line] == said[-1:]
+    assert said[-1].startswith("steps 0, 1, 2: unproven: every chunk of default decodes")
+
+
+def test_reasons_that_rows_have_alone_stay_in_their_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """A reason would be given for other steps than its own."""
+    rows = [["1", "a"], ["2", "b"], ["3", "a"], ["4", ""]]
+    print_part_and_reasons([("step", True), ("why", False)], rows)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert lines == [["step", "why"], ["1"], ["2", "b"], ["3"], ["4"], ["steps", "1,", "3:", "a"]]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
+from tools.api_docs import PAGE, rewritten
 
 ROOT = Path(__file__).parents[2]
 CELL_WORDS_MAX = 20
@@ -25,6 +26,16 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert public <= told, sorted(public - told)
     gone = [name for name in told if not hasattr(ckptkit, name) and find_spec(f"ckptkit.{name}") is None]
     assert not gone, "names that no longer exist"  # a package is an attribute only after its import
+
+
+def test_tables_of_the_reference_are_those_of_the_docstrings() -> None:
+    """Without the site the page would have no words about a name, or old ones: run `make docs-cli`."""
+    page = PAGE.read_text()
+    assert rewritten(page) == page
+    table = page.split("<!-- names -->")[1].split("<!-- /names -->")[0]
+    assert table.count("\n| `") > 100
+    assert "| `ckptkit.Tier` | A fast tier of this host |" in table
+    assert rewritten(page.replace("A fast tier of this host", "Old words")) == page
 
 
 def test_every_page_is_in_the_site_menu() -> None:

@@ -19,7 +19,7 @@ FACTS = {
     "Train, and lose a process": ["chaos: killed process 0", "the job ended well"],
     "Look at what was saved": ["durable", "/dev/shm/story", "1 loss", "mesh: data=1,fsdp=2,model=1"],
     "Damage a file, and repair it": ["0 proven, 1 corrupt", "6 copies, 1 damaged", "repaired", "1 proven, 0 corrupt"],
-    "Move to another mesh": ["mesh data=1,fsdp=1,model=1 on 1 processes", "from step 400 to 440"],
+    "Move to another mesh": ["mesh data=1,fsdp=1,model=1 on 1 process,", "from step 400 to 440"],
     "Publish the weights": ["21 leaves are the same, 0 differ"],
     "Clean up": [],
 }

@@ -79,7 +79,7 @@ def test_part_is_restored_with_restore_args_of_the_whole_tree(tmp_path: Path, ti
 def test_active_processes_of_another_job_are_refused(tmp_path: Path) -> None:
     """The constructor would wait ten minutes for processes that never come."""
     some = ocp.options.MultiprocessingOptions(active_processes={0, 1}, barrier_sync_key_prefix="some")
-    with pytest.raises(ValueError, match=r"active_processes is \[0, 1\], and the job has 1 processes"):
+    with pytest.raises(ValueError, match=r"active_processes is \[0, 1\], and the job has 1 process:"):
         make(tmp_path, options=ocp.CheckpointManagerOptions(multiprocessing_options=some))
 
 

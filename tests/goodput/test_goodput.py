@@ -15,6 +15,7 @@ import pytest
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.goodput import GoodputReport, Part, Phase, goodput_report, load_run, resumes, steps_done, timeline_of
 from ckptkit.goodput.runs import attempts_of
+from ckptkit.goodput.text import caveats
 
 
 def at(
@@ -205,6 +206,9 @@ def test_disruptions_are_found_without_a_launcher_log() -> None:
     report = goodput_report(two_attempts()[:-1])
     (loss,) = report.disruptions
     assert (loss.process, loss.cause, loss.lost_steps) == (None, "unknown", 2)
+    (told,) = caveats(report)
+    assert told.startswith("No log has the process or the cause of 1 loss: `ckptkit run` writes both")
+    assert not caveats(goodput_report(two_attempts())), "the launcher's log has both"
     assert loss.resume_s == pytest.approx(10.0)  # from the last sign of life, at 19
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -295,7 +296,7 @@ def test_running_job_is_hit_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFix
         assert job.stderr is not None
         said = job.stderr.read()
     told = json.loads(capfd.readouterr().out)
-    assert [each["did"][0] for each in told["faults"]] == [f"emptied {ram}: 1 files"]
+    assert [each["did"][0] for each in told["faults"]] == [f"emptied {ram}: 1 file"]
     assert told["faults"][0]["back_s"] > 0
     assert (told["code"], told["unplanned"]) == (None, [])
     assert job.returncode == 0, said
@@ -431,7 +432,7 @@ def test_99th_percentile_is_given_for_enough_times_only(
     assert (report.found["back_s_samples"], report.found["back_s_p99"]) == (count, p99)
     report.show()
     out = capfd.readouterr().out
-    assert ("p99 needs 100 of them" in out) == (p99 is None)
+    assert (", p99 " in out) == (p99 is not None)
     assert f"work lost: {2 * count} steps\nno goodput: give --report, or --events" in out
 
 
@@ -458,8 +459,7 @@ def test_command_reports_each_fault_and_compares_the_end(tmp_path: Path, capfd: 
     out = capfd.readouterr().out
     assert "the job ended well after" in out
     assert "s: 2 faults\n" in out
-    assert "s, p99 needs 100 of them, at most " in out
-    assert "s, of 2 times\n  work lost: " in out
+    assert re.search(r"next step: p50 \S+ m?s after the fault, at most \S+ m?s \(2 faults\)\n  work lost: ", out), out
     assert out.endswith("state at the end: equal to that of the undisturbed run, on every process\n")
 
 

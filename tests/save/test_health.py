@@ -43,7 +43,7 @@ def test_losses_in_a_row_are_announced_once() -> None:
     why = first.overdue()
     for health in (first, other):
         health.announce(why)
-        with pytest.raises(SaveFailedError, match=r"step 9 is not saved: the last 3 saves were lost .*process 1: full"):
+        with pytest.raises(SaveFailedError, match=r"step 9 is not saved: 3 saves in a row lost .*process 1: full"):
             health.raise_if_overdue(9)
         health.raise_if_overdue(10)  # a loop that goes on has as many again
     assert first.overdue() is None
@@ -64,7 +64,7 @@ def test_process_without_verdicts_decides_for_itself() -> None:
     lose(health, 2)
     health.raise_if_overdue(1)  # process 0 has a few saves to announce it
     lose(health, 20)
-    with pytest.raises(SaveFailedError, match="saves were lost"):
+    with pytest.raises(SaveFailedError, match="saves in a row lost"):
         health.raise_if_overdue(2)
 
 

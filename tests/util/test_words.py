@@ -12,7 +12,7 @@ import click
 
 import ckptkit
 from ckptkit.cli.command import commands
-from ckptkit.util.words import command_line, on_each_host, repair_command
+from ckptkit.util.words import command_line, count_text, on_each_host, repair_command
 
 PACKAGE = Path(ckptkit.__file__).parent
 NAMES = "|".join(commands.list_commands(click.Context(commands)))
@@ -77,3 +77,24 @@ def test_no_message_puts_a_value_into_a_command_unquoted() -> None:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found += [f"{path}:{node.lineno}"] if PERCENT_COMMAND.search(node.value) else []
     assert not found, "use command_line: " + ", ".join(found)
+
+
+AD_HOC_PLURAL = re.compile(r"""['"](?:e?s)['"] \* |(?:''|"") if [^"']* == 1 else ['"]e?s['"]|else ['"]e?s['"]""")
+
+
+def test_counts_are_written_by_one_function() -> None:
+    """One message would have "1 steps", and the next one "1 step(s)"."""
+    assert (count_text(1, "leaf", "leaves"), count_text(2, "leaf", "leaves")) == ("1 leaf", "2 leaves")
+    assert (count_text(0, "step"), count_text(1, "step"), count_text(1200, "step")) == (
+        "0 steps",
+        "1 step",
+        "1,200 steps",
+    )
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}"
+        for path in PACKAGE.rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if AD_HOC_PLURAL.search(line)
+    ]
+    assert not found, "count_text of ckptkit.util.words"
+    assert all(map(AD_HOC_PLURAL.search, ("'s' * (n > 1)", "'' if n == 1 else 's'", '"es" * many')))

@@ -19,6 +19,7 @@ from ckptkit.diagnosis import simulation as sim
 from ckptkit.diagnosis.simulation.cluster import TIER_ASSUMPTIONS
 from ckptkit.goodput.prices import JobPrice, Price
 from ckptkit.util.clock import time_text
+from ckptkit.util.words import count_text
 
 _DAY_S = 86400.0
 _PROJECT_MAX = 1_000_000  # hosts, as for --hosts
@@ -338,8 +339,8 @@ def _show_costs(price: Price, job: _Job, results: Sequence[sim.Result]) -> None:
 def _show(job: _Job, results: Sequence[sim.Result]) -> None:
     told = job.described
     print_line(
-        f"{told['hosts']:,} hosts, {told['days']:g} days, {told['runs']:,} runs; a failure of the job every "
-        f"{time_text(job.mtbf_s)}; state {size_text(int(told['state_bytes']))}"
+        f"{count_text(told['hosts'], 'host')}, {_days(job)}, {count_text(told['runs'], 'run')}; a failure of the job "
+        f"every {time_text(job.mtbf_s)}; state {size_text(int(told['state_bytes']))}"
     )
     print_line(told["source"])
     print_line()

@@ -25,6 +25,7 @@ from ckptkit.store.backends import properties_of
 from ckptkit.store.local import make_durable
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
+from ckptkit.util.words import count_text
 
 
 def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
@@ -100,9 +101,9 @@ def refuse_part_of_job(options: ocp.CheckpointManagerOptions, count: int) -> Non
     active = options.multiprocessing_options.active_processes
     if active is not None and set(active) != set(range(count)):
         raise ValueError(
-            f"MultiprocessingOptions.active_processes is {sorted(active)}, and the job has {count} processes: all of "
-            "them make the manager, save and restore together. Leave it out, and keep what some processes alone save "
-            "in a manager of stock Orbax"
+            f"MultiprocessingOptions.active_processes is {sorted(active)}, and the job has "
+            f"{count_text(count, 'process', 'processes')}: all of them make the manager, save and restore together. "
+            "Leave it out, and keep what some processes alone save in a manager of stock Orbax"
         )
 
 

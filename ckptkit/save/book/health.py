@@ -9,6 +9,7 @@ from ckptkit.errors import SaveFailedError
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import FailurePolicy
 from ckptkit.util import clock
+from ckptkit.util.words import count_text
 
 _ANY = "any tier"
 _WITHOUT_VERDICT = 3  # further losses, if process 0 sends nothing
@@ -84,7 +85,7 @@ class SaveHealth:
     def _overdue(self, most: int | None, *, age_times: float = 1.0) -> str | None:
         why = None
         if most is not None and self._lost_in_row >= most:
-            why = f"the last {self._lost_in_row} saves were lost (skipped_max={self._policy.skipped_max})"
+            why = f"{count_text(self._lost_in_row, 'save')} in a row lost (skipped_max={self._policy.skipped_max})"
         for tier, limit_s in self._policy.age_limits_s.items():
             # Until the last loss, not until now: a tier whose saves are further apart has another try.
             first_s, last_s, _ = self._losses.get(tier, (0.0, 0.0, None))

@@ -12,6 +12,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, PEER, KeepBytes, Tier, kept_beside
 from ckptkit.save.book.ledger import Ledger
 from ckptkit.slots.arena import Arena
+from ckptkit.util.words import size_text
 
 _log = logging.getLogger("ckptkit")
 
@@ -70,7 +71,14 @@ class Retention:
             if self._share_bytes == share_bytes:
                 return False
             self._share_bytes = share_bytes
-            changed = [self._resize(name, arena, slot_bytes) for name, arena in self._arenas.items()]
+            slots = {
+                name: self._tiers[name].slots_for(share_bytes, self._in_flight_max, beside=self._beside[name])
+                for name in self._arenas
+            }
+            changed = [self._resize(name, arena, slots[name]) for name, arena in self._arenas.items()]
+            if slots:
+                counts = ", ".join(f"{count} in {name}" for name, count in slots.items())
+                _log.info("slots of %s in this process: %s", size_text(slot_bytes), counts)
             return any(changed)
 
     def committed(self, save_id: SaveId, tier: str) -> list[tuple[str, Exception]]:
@@ -140,19 +148,7 @@ class Retention:
         """Whether the size of the state has to be known first: until then everything that was found is protected."""
         return isinstance(tier.keep, KeepBytes) and self._share_bytes is None
 
-    def _resize(self, name: str, arena: Arena, slot_bytes: int) -> bool:
-        tier, share_bytes = self._tiers[name], self._share_bytes or 0
-        slots = tier.slots_for(share_bytes, self._in_flight_max, beside=self._beside[name])
+    def _resize(self, name: str, arena: Arena, slots: int) -> bool:
         changed = arena.resize(slots)
         self._protect(name)
-        _log.info(
-            "tier %s: %d slots of %d bytes are %d bytes in this process, %d for steps that are kept (%s), the others "
-            "for steps that are being written, read by slower tiers, or copied to other hosts",
-            name,
-            slots,
-            slot_bytes,
-            slots * slot_bytes,
-            tier.kept_max(share_bytes),
-            tier.keep or "the newest one",
-        )
         return changed

@@ -18,6 +18,7 @@ from ckptkit.testing.bucket.injector import Injector
 from ckptkit.testing.bucket.log import RequestLog
 from ckptkit.testing.bucket.objects import ObjectStore
 from ckptkit.testing.bucket.web import Web
+from ckptkit.util.words import count_text
 
 _READ_BYTES: Final = 1 << 20  # how far a connection reads ahead of the disk
 _PARSER_LIMIT_BYTES: Final = 256 * 1024  # beyond it aiohttp answers 400 itself; `web` answers 413 and 414 before
@@ -68,7 +69,9 @@ class BucketServer:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._join()
         if self._web.defects:
-            raise BucketDefect(f"the bucket failed on {len(self._web.defects)} requests") from self._web.defects[0]
+            raise BucketDefect(
+                f"the bucket failed on {count_text(len(self._web.defects), 'request')}"
+            ) from self._web.defects[0]
 
     def __enter__(self) -> Self:
         return self.start()
