@@ -87,7 +87,7 @@ class SlotTier(SaveTier):
     def _acquire(self, save: Save) -> SaveProtocol:
         size_bytes, waiting_s = save.description.slot_bytes, clock.monotonic_s()
         try:
-            later = partial(self._may_hold, self._options.staging, save.description, save.items.trees)
+            later = partial(self._may_hold, self._options.staging, save.description)
             acquire = partial(self._arena.acquire, size_bytes, timeout_s=save.deadline.left_s, later=later)
             save.slot = yield Do("take a slot", acquire)
         except StoreFullError as error:

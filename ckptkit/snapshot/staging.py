@@ -35,7 +35,7 @@ from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.copying import Copied, copy_shards, transfer_bytes
 from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
-from ckptkit.snapshot.shards import PINNED, Held, Shard, has_pinned, held_arrays, unless_full
+from ckptkit.snapshot.shards import PINNED, Held, Shard, has_pinned, held_arrays, unless_full, unusual_kind
 from ckptkit.util import clock
 
 GROUP_BYTES = 256 << 20  # are staged alike
@@ -115,18 +115,20 @@ class Stager:
             digests |= copy(_shards(device))
         return Staging(strategy=strategy, reason=reason, finish=lambda *_: digests, computing_s=computing_s)
 
-    def may_hold(self, choice: StagingChoice, description: Description, trees: Mapping[str, Any]) -> bool:
+    def may_hold(self, choice: StagingChoice, description: Description) -> bool:
         """Whether `begin` can do without a slot at first: with `auto`, for arrays of CPU devices, which no step
         overwrites while NumPy has a view of them. The next step that donates them takes new memory instead, as the slot
         does: this host has to have room for both, and once a step was seen to do that nothing is held any more.
         """
         if choice != "auto" or self._donated:
             return False
-        held = held_arrays(description, trees)
-        copied_bytes = sum(_nbytes(each) for each in held if not each.devices)
-        if copied_bytes > GROUP_BYTES or any(each.is_transferred or each.kind is not None for each in held):
+        sources = [source for item in description.items.values() for source in item]
+        copied_bytes = sum(source.record.held_bytes for source in sources if source.sharding is None)
+        if copied_bytes > GROUP_BYTES or any(extent.device is not None for extent in description.extents):
             return False
-        return self._host.free_bytes() >= description.slot_bytes + sum(map(_nbytes, held))
+        if any(source.devices and unusual_kind(source.sharding, source.devices[0]) for source in sources):
+            return False
+        return self._host.free_bytes() >= 2 * description.slot_bytes
 
     def _hold(self, held: Sequence[Held], trees: Mapping[str, Any]) -> Staging:
         """Views of arrays of CPU devices; copies of the caller's own arrays of NumPy, and of small ones: a step that

@@ -105,7 +105,7 @@ def test_arrays_that_a_step_donates_are_not_held_twice(tmp_path: Path) -> None:
             jax.jit(lambda w: w * 2, donate_argnums=0)(state["w"])
         assert held.finish(memory, None).keys() == {0}
         assert memory[:4000].view(np.float32).tolist() == [1.0] * 1000
-        assert stager.may_hold("auto", description, {"default": {"w": jnp.ones(1000)}}) == (not donates)
+        assert stager.may_hold("auto", description) == (not donates)
     del tmp_path
 
 
@@ -114,7 +114,7 @@ def test_nothing_is_held_where_the_host_has_no_room(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 4 kB\n")
     state = {"default": {"w": jnp.ones(1000)}}
     description = describe_items(state)
-    assert Stager().may_hold("auto", description, state)
-    assert not Stager(HostMemory(host=tmp_path / "meminfo")).may_hold("auto", description, state)
-    assert not Stager(HostMemory(bytes_max=6000)).may_hold("auto", description, state)
-    assert not Stager().may_hold("slot_copy", description, state), "only where nothing else was asked for"
+    assert Stager().may_hold("auto", description)
+    assert not Stager(HostMemory(host=tmp_path / "meminfo")).may_hold("auto", description)
+    assert not Stager(HostMemory(bytes_max=6000)).may_hold("auto", description)
+    assert not Stager().may_hold("slot_copy", description), "only where nothing else was asked for"
