@@ -63,6 +63,7 @@ class BroadcastOptions:
 
 Strategy = Literal["slot_copy", "device_copy", "pinned_host", "block"]  # see `ckptkit.snapshot.staging`
 StagingChoice = Strategy | Literal["auto"]
+Staged = Strategy | Literal["held"]  # what `auto` may also do
 DurableBusy = Literal["wait", "skip"]
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "::0", "0", "*")
 OnDifference = Literal["report", "keep", "stop"]

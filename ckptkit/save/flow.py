@@ -47,6 +47,7 @@ from ckptkit.save.tiers import DurableTier, SlotTier, SlowerTier
 from ckptkit.util import clock, heartbeat, unproven
 from ckptkit.util.clock import Deadline
 from ckptkit.util.gc_pause import collection_paused
+from ckptkit.util.words import size_text
 
 _SAID_AFTER_S = 1.0  # of waiting for earlier saves, as Orbax logs it
 
@@ -330,6 +331,12 @@ class SaveFlow:
             **({"tree_bytes": save.description.tree_bytes} if DURABLE in save.due else {}),
             **({"policy": "wait"} if save.was_busy else {}),
         )
+        if save.is_held:
+            self._maker.make_way(save.name)
+            size, new = size_text(save.description.slot_bytes), "0.2 to 4 s for each GB"
+            _log.info(
+                "step %d is held, and committed once its slot of %s is made (new memory: %s)", save.step, size, new
+            )
         self._maker.reserve(save.description.slot_bytes)  # the other slots: the next saves find them made
 
     def _hand_over(self, save: Save) -> None:
@@ -346,6 +353,7 @@ class SaveFlow:
 
     def _end(self, save: Save) -> None:
         """The first tier is done with the save."""
+        self._maker.end_way(save.name)
         self._slots.end(save)
         self._threads.count(-(save.slot is not None))
 

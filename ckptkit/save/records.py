@@ -109,6 +109,7 @@ class Save:
     refusal: Refusal | None = None
     slot: Slot | None = None
     staging: staging.Staging = field(init=False)
+    is_held: bool = False  # the slot is still to be made: the staging holds the arrays until then
     local_replicas: tuple[LocalReplica, ...] = ()  # the local copies that are digested in addition to the stored one
     staged_s: float = 0.0  # when `save` returned to the step loop (monotonic)
     disk_copy: DiskCopy | None = None  # None where the disk was busy when the save began, or is not due

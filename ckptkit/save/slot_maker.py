@@ -32,6 +32,7 @@ class SlotMaker:
         self._may_work = True
         self._notice = Notice()
         self._held: Deadline | None = None
+        self._saves = set[str]()  # for which it makes way
 
     def prepare(self, slot_bytes: int, share_bytes: int, transfer_bytes: int = 0) -> None:
         """Begins to make the slots of every fast tier in the background.
@@ -99,6 +100,16 @@ class SlotMaker:
         self._held = None if limit_s is None else Deadline(limit_s)
         self._may_work = False
 
+    def make_way(self, save: str) -> None:
+        """The thread stops between two pieces of its work until `end_way`: a save waits for a slot of its own."""
+        self._saves.add(save)
+
+    def end_way(self, save: str) -> None:
+        """Ends `make_way`, if it was begun."""
+        if save in self._saves:
+            self._saves.discard(save)
+            self._notice.give()
+
     def go_on(self) -> None:
         """Ends `hold`."""
         if not self._may_work:
@@ -116,10 +127,8 @@ class SlotMaker:
         return self._worker.close(timeout_s)
 
     def _wait_for_turn(self) -> None:
-        while not self._may_work:
-            if (held := self._held) is not None and held.passed:
-                return
-            self._notice.wait_for(lambda: self._may_work, _LOOK_S)
+        while self._saves or not (self._may_work or ((held := self._held) is not None and held.passed)):
+            self._notice.wait_for(lambda: self._may_work and not self._saves, _LOOK_S)
 
     @property
     def _peer_arenas(self) -> tuple[Arena, ...]:

@@ -26,6 +26,7 @@ from ckptkit.save.book.outcomes import Outcomes, describe
 from ckptkit.save.circuit_breaker import DurableRetry
 from ckptkit.save.records import PeerCopies, Refusal, Save, SaveTargets
 from ckptkit.slots.arena import Arena
+from ckptkit.snapshot.copying import Copied
 from ckptkit.snapshot.describe import Digests
 from ckptkit.snapshot.items import array_items
 from ckptkit.util import clock
@@ -56,7 +57,8 @@ class SlotTier(SaveTier):
         super().__init__(targets.staging_name, "commit")
         self._targets, self._arena = targets, targets.staging
         self._branch, self._outcomes, self._claim, self._replicas = branch, outcomes, claim, replicas
-        self._options, self._begin_staging = options, machinery.begin_staging
+        self._options = options
+        self._begin_staging, self._may_hold = machinery.begin_staging, machinery.may_hold
         self._pace = targets.durable.pace  # the durable tier lets a save pass until its first commit
         self._timeout_s = timeout_s
         self._newest = 0.0  # the order of the newest save that came here
@@ -85,7 +87,9 @@ class SlotTier(SaveTier):
     def _acquire(self, save: Save) -> SaveProtocol:
         size_bytes, waiting_s = save.description.slot_bytes, clock.monotonic_s()
         try:
-            save.slot = yield Do("take a slot", lambda: self._arena.acquire(size_bytes, timeout_s=save.deadline.left_s))
+            later = partial(self._may_hold, self._options.staging, save.description)
+            acquire = partial(self._arena.acquire, size_bytes, timeout_s=save.deadline.left_s, later=later)
+            save.slot = yield Do("take a slot", acquire)
         except StoreFullError as error:
             self._outcomes.no_room(save.save_id, self.name, error, save.due)
             save.refusal = Refusal(policy="veto", reason=describe(error))
@@ -100,26 +104,33 @@ class SlotTier(SaveTier):
             save.waited_s += clock.monotonic_s() - waiting_s
 
     def stage(self, save: Save) -> SaveProtocol:
-        """Copies the state into the slot, as far as the strategy has to before the caller may donate it."""
+        """Copies the state into the slot, as far as the strategy has to before the caller may donate it. Where no slot
+        is made yet the arrays are held until `finish_staging` has made it."""
         slot, trees = save.slot, save.items.trees
         if slot is None:
             return
         self._pace.begin_urgent(save.name)
         try:
-            for tier in self.slower:
-                tier.begin_early(save)
-            copied = save.disk_copy.filled if save.disk_copy is not None else None
+            save.is_held = not self._arena.is_made(slot, save.description.slot_bytes)
+            copied = None if save.is_held else self._begin_early(save)
             save.local_replicas, compared = self._replicas.shards(save.description, trees)
-            begin = partial(self._begin_staging, self._options.staging, save.description, trees, slot.memory)
+            memory = None if save.is_held else slot.memory
+            begin = partial(self._begin_staging, self._options.staging, save.description, trees, memory)
             with save.loan.reading(), collection_paused():
                 save.staging = yield Do("stage", lambda: begin(copied, compared))
                 if save.loan.withdrawn:
-                    save.staging.finish()  # gives back the memory of its transfers
+                    save.staging.finish(memory, copied)  # gives back the memory of its transfers
         except BaseException:  # a deleted array, for example: the caller raises it, the slot is free again
             save.slot = None
             self._arena.release(slot)
             self.end(save)
             raise
+
+    def _begin_early(self, save: Save) -> Copied | None:
+        """Slower tiers begin to copy while the slot is filled; who is told which bytes are."""
+        for tier in self.slower:
+            tier.begin_early(save)
+        return save.disk_copy.filled if save.disk_copy is not None else None
 
     def hold(self, save: Save) -> None:
         """The slot stays as it is until `end`: the slower tiers will read it."""
@@ -162,10 +173,16 @@ class SlotTier(SaveTier):
 
     def finish_staging(self, save: Save) -> SaveProtocol:
         """Moves what is left of the state into the slot; `copy` raises an error of it."""
-        if save.slot is None:
+        slot = save.slot
+        if slot is None:
             return
         try:
-            save.digests = yield Do("finish staging", save.staging.finish)
+            copied = None
+            if save.is_held:
+                size_bytes = save.description.slot_bytes
+                yield Do("make the slot", lambda: self._arena.make(slot, size_bytes))
+                copied = self._begin_early(save)
+            save.digests = yield Do("finish staging", lambda: save.staging.finish(slot.memory, copied))
             self._outcomes.phase(save.save_id, "staged", self.name)
         except Exception as error:  # noqa: BLE001  raised in `copy`, and voted on
             save.failure = error

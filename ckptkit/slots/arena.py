@@ -167,11 +167,14 @@ class Arena:
             needs += f", and {transfer_bytes} for transfers from devices"
             self._room.refuse_beyond(missing_bytes + transfer_bytes, needs, on_mount=False)
 
-    def acquire(self, size_bytes: int, *, timeout_s: float = 0.0) -> Slot | None:
+    def acquire(
+        self, size_bytes: int, *, timeout_s: float = 0.0, later: Callable[[], bool] = lambda: False
+    ) -> Slot | None:
         """A leased slot of at least `size_bytes` to write, its old manifest gone; None when all are in use.
 
         Waits up to `timeout_s` for a lease to end. Prefers empty slots, then the one with the oldest save; a slot
-        without room is skipped, and raises `StoreFullError` only if no other is available.
+        without room is skipped, and raises `StoreFullError` only if no other is available. One that is not
+        made yet, or is smaller, and that may be made `later` only has room, and is left as it is: `make` makes it.
         """
         deadline = Deadline(timeout_s)
         full: dict[str, StoreFullError] = {}
@@ -193,8 +196,10 @@ class Arena:
                 slot.leases = 1
             try:
                 self._renew(slot)
-                self._grow(slot, size_bytes)  # before its save is forgotten: what cannot grow keeps what it has
-                self._forget(slot)
+                if not self.is_made(slot, size_bytes) and later():
+                    self._refuse_growth(slot, size_bytes)
+                else:
+                    self.make(slot, size_bytes)
             except StoreFullError as error:
                 self.release(slot)
                 if self.crowded and not crowd.passed:
@@ -206,6 +211,15 @@ class Arena:
                 raise
             else:
                 return slot
+
+    def is_made(self, slot: Slot, size_bytes: int) -> bool:
+        """Whether a slot can be written up to `size_bytes`."""
+        return slot.memory.nbytes >= file_bytes(size_bytes)
+
+    def make(self, slot: Slot, size_bytes: int) -> None:
+        """Makes a leased slot at least `size_bytes` large, and forgets what it held. Cost and errors as `reserve`."""
+        self._grow(slot, size_bytes)  # before its save is forgotten: what cannot grow keeps what it has
+        self._forget(slot)
 
     def write(self, slot: Slot, source: np.ndarray, start: int) -> None:
         """Overwrites a leased slot on a disk from byte `start` (of a page) with flat, page-aligned bytes.
@@ -426,13 +440,16 @@ class Arena:
         return reusable([slot for slot in self._slots if slot.name not in passed_over], self.protected)
 
     def _grow(self, slot: Slot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
+        if not self.is_made(slot, size_bytes):
+            self._refuse_growth(slot, size_bytes)
+            self._files.make(slot, file_bytes(size_bytes), turn)
+
+    def _refuse_growth(self, slot: Slot, size_bytes: int) -> None:
+        """Raises `StoreFullError` without room. Asked first: to find out by filling a ramdisk takes as long as filling
+        it."""
         size_bytes = file_bytes(size_bytes)
-        if slot.memory.nbytes >= size_bytes:
-            return
         missing_bytes = size_bytes - self._files.allocated_bytes(slot)
-        # Asked first: to find out by filling a ramdisk takes as long as filling it.
         self._room.refuse_beyond(missing_bytes, f"slot {self._room.name}/{slot.name} needs {size_bytes} bytes")
-        self._files.make(slot, size_bytes, turn)
 
     def _forget(self, slot: Slot) -> None:
         if slot.save_id is not None and self._store is not None and self._newest is not None:

@@ -143,9 +143,9 @@ def test_collector_pauses_in_a_save_that_waits_for_nothing(tmp_path: Path, monke
         copying.append(gc.isenabled())
         return held_arrays(*args)
 
-    def acquired(self: Arena, size_bytes: int, *, timeout_s: float = 0.0) -> Any:
+    def acquired(self: Arena, size_bytes: int, **more: Any) -> Any:
         waiting.append(gc.isenabled())
-        return acquire(self, size_bytes, timeout_s=timeout_s)
+        return acquire(self, size_bytes, **more)
 
     monkeypatch.setattr(staging, "held_arrays", noted)
     monkeypatch.setattr(Arena, "acquire", acquired)
