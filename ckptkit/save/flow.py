@@ -128,6 +128,7 @@ class SaveFlow:
         try:  # seal: each of these three catches what fails in it, and the vote refuses the save
             yield from self._slots.identify_first(save)
             yield from self._slots.finish_staging(save)  # from our copy on the device, where that was made
+            self._maker.end_way(save.name)
             yield from self._slots.compare(save)
             verdict = yield from self._voting.run(self._slots, save, refusal=save.refusal)  # copy, vote, keep or drop
             for tier in self._taken_by(save, verdict):

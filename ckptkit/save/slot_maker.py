@@ -15,6 +15,7 @@ from ckptkit.util.clock import Deadline
 from ckptkit.util.notice import Notice
 
 _LOOK_S = 0.1
+_JOBS_MAX = 1000  # a paused thread must not stop who asks for more
 _SETTLED_S = 60.0  # for slots that are being made when a full tier is found
 
 
@@ -28,7 +29,7 @@ class SlotMaker:
         self._outcomes = outcomes
         self._prepared_bytes = 0
         self._room_for_bytes = 0  # of a slot: what `require_room` has found room for
-        self._worker = machinery.make_worker("ckptkit-arena", waiting_max=4)
+        self._worker = machinery.make_worker("ckptkit-arena", waiting_max=_JOBS_MAX)
         self._may_work = True
         self._notice = Notice()
         self._held: Deadline | None = None

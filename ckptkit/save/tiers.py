@@ -173,19 +173,37 @@ class SlotTier(SaveTier):
 
     def finish_staging(self, save: Save) -> SaveProtocol:
         """Moves what is left of the state into the slot; `copy` raises an error of it."""
-        slot = save.slot
-        if slot is None:
+        if save.slot is None:
             return
         try:
             copied = None
             if save.is_held:
-                size_bytes = save.description.slot_bytes
-                yield Do("make the slot", lambda: self._arena.make(slot, size_bytes))
+                yield from self._make_slot(save)
                 copied = self._begin_early(save)
-            save.digests = yield Do("finish staging", lambda: save.staging.finish(slot.memory, copied))
+            memory = save.slot.memory
+            save.digests = yield Do("finish staging", lambda: save.staging.finish(memory, copied))
             self._outcomes.phase(save.save_id, "staged", self.name)
         except Exception as error:  # noqa: BLE001  raised in `copy`, and voted on
             save.failure = error
+            if save.is_held:
+                save.staging.finish(None, None)  # the arrays go now
+
+    def _make_slot(self, save: Save) -> SaveProtocol:
+        """Makes the slot of a held save; takes another slot where this one has no room any more."""
+        slot, size_bytes = save.slot, save.description.slot_bytes
+        assert slot is not None
+        try:
+            yield Do("make the slot", lambda: self._arena.make(slot, size_bytes, self._outcomes.under_way.advance))
+        except StoreFullError:
+            acquire = partial(self._arena.acquire, size_bytes, timeout_s=save.deadline.left_s)
+            if (other := (yield Do("take another slot", acquire))) is None:
+                raise
+            save.let_go(self.name, self._arena)
+            self._arena.release(slot)
+            save.slot = other
+            self.hold(save)
+        save.is_held = False
+        save.staged_s = clock.monotonic_s()  # the commit takes as long from here as for other saves
 
     def compare(self, save: Save) -> SaveProtocol:
         """Compares replicas before the commit, where a difference refuses the save: a job that ends after the commit
@@ -249,8 +267,8 @@ class SlotTier(SaveTier):
         self._outcomes.committed(save, self.name, self._arena)
 
     def drop(self, save: Save) -> None:
-        """The slot holds nothing any more."""
-        if save.slot is not None:
+        """The slot holds nothing any more; one that was not made still has an older save."""
+        if save.slot is not None and not save.is_held:
             self._arena.discard(save.slot)
 
     def release(self, save: Save) -> None:

@@ -216,9 +216,10 @@ class Arena:
         """Whether a slot can be written up to `size_bytes`."""
         return slot.memory.nbytes >= file_bytes(size_bytes)
 
-    def make(self, slot: Slot, size_bytes: int) -> None:
-        """Makes a leased slot at least `size_bytes` large, and forgets what it held. Cost and errors as `reserve`."""
-        self._grow(slot, size_bytes)  # before its save is forgotten: what cannot grow keeps what it has
+    def make(self, slot: Slot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
+        """Makes a leased slot at least `size_bytes` large, and forgets what it held. Cost, errors and `turn` as
+        `reserve`."""
+        self._grow(slot, size_bytes, turn)  # before its save is forgotten: what cannot grow keeps what it has
         self._forget(slot)
 
     def write(self, slot: Slot, source: np.ndarray, start: int) -> None:

@@ -37,6 +37,7 @@ from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
 from ckptkit.snapshot.shards import PINNED, Held, Shard, has_pinned, held_arrays, unless_full, unusual_kind
 from ckptkit.util import clock
+from ckptkit.util.sharing import host_processes
 
 GROUP_BYTES = 256 << 20  # are staged alike
 _SMALL_BYTES = 64 << 10
@@ -117,8 +118,10 @@ class Stager:
 
     def may_hold(self, choice: StagingChoice, description: Description) -> bool:
         """Whether `begin` can do without a slot at first: with `auto`, for arrays of CPU devices, which no step
-        overwrites while NumPy has a view of them. The next step that donates them takes new memory instead, as the slot
-        does: this host has to have room for both, and once a step was seen to do that nothing is held any more.
+        overwrites while NumPy has a view of them. (A caller that writes into memory which JAX took over from NumPy or
+        torch without a copy has to ask for `slot_copy`.) The next step that donates them takes new memory instead, as
+        the slot does: this host has to have room for both, and once a step was seen to do that nothing is held any
+        more.
         """
         if choice != "auto" or self._donated:
             return False
@@ -128,12 +131,13 @@ class Stager:
             return False
         if any(source.devices and unusual_kind(source.sharding, source.devices[0]) for source in sources):
             return False
-        return self._host.free_bytes() >= 2 * description.slot_bytes
+        return self._host.free_bytes() >= 2 * description.slot_bytes * host_processes()
 
     def _hold(self, held: Sequence[Held], trees: Mapping[str, Any]) -> Staging:
         """Views of arrays of CPU devices; copies of the caller's own arrays of NumPy, and of small ones: a step that
         donates these deletes them."""
-        arrays = [leaf for leaf in jax.tree.leaves(dict(trees)) if isinstance(leaf, jax.Array)]
+        leaves = [leaf for leaf in jax.tree.leaves(dict(trees)) if isinstance(leaf, jax.Array)]
+        arrays = [leaf for leaf in leaves if leaf.nbytes <= _SMALL_BYTES]
         computing_s = _until_computed([each for each in held if each.devices])
         views = [
             (np.array(array, copy=None if each.devices and _nbytes(each) > _SMALL_BYTES else True), extent)

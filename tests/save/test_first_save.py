@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.save.slot_maker import SlotMaker
 from ckptkit.slots.files import Slot, SlotFiles
 from ckptkit.slots.host_memory import HostMemory
+from ckptkit.slots.reader import read_manifests
 from ckptkit.snapshot.describe import describe_items
 from ckptkit.snapshot.staging import Stager
 
@@ -118,3 +121,71 @@ def test_nothing_is_held_where_the_host_has_no_room(tmp_path: Path) -> None:
     assert not Stager(HostMemory(host=tmp_path / "meminfo")).may_hold("auto", description)
     assert not Stager(HostMemory(bytes_max=6000)).may_hold("auto", description)
     assert not Stager().may_hold("slot_copy", description), "only where nothing else was asked for"
+
+
+class Fails:
+    """Makes no slot after the first `made` ones; then one more for each `True` in `more`."""
+
+    def __init__(self, made: int, error: Exception, more: list[bool]):
+        self.left, self.error, self.more = made, error, more
+
+    def of(self, real: Callable[..., None]) -> Callable[..., None]:
+        """In the place of `SlotFiles.make`."""
+
+        def make(files: SlotFiles, slot: Slot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
+            self.left -= 1
+            if self.left < 0 and not (self.more and self.more.pop(0)):
+                raise self.error
+            real(files, slot, size_bytes, turn)
+
+        return make
+
+
+def steps_in(path: Path) -> set[int]:
+    """The steps that the ramdisk's manifests name."""
+    manifests, _ = read_manifests((path / "ram").glob("*/host/0"))
+    return {manifest.save_id.step for _, manifest in manifests}
+
+
+@pytest.mark.parametrize(
+    ("error", "more", "saved"),
+    [
+        (OSError("no such device"), [], {1, 2}),
+        (ckptkit.StoreFullError("full"), [], {1, 2}),
+        (ckptkit.StoreFullError("full"), [False, True], {2, 3}),
+    ],
+    ids=["error", "full", "another slot"],
+)
+def test_slot_that_cannot_be_made_keeps_what_it_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, more: list[bool], saved: set[int]
+) -> None:
+    """A state that grew takes a slot with an older save: where the slot cannot grow, both would be lost."""
+    monkeypatch.setattr(SlotMaker, "reserve", lambda *_: None)
+    fails = Fails(2, error, more)
+    monkeypatch.setattr(SlotFiles, "make", fails.of(SlotFiles.make))
+    policy = ckptkit.FailurePolicy(skipped_max=None, raise_in_save="never")
+    with ckptkit.CheckpointManager(
+        tmp_path / "root",
+        options=ocp.CheckpointManagerOptions(save_interval_steps=1000),
+        tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"), slots=3 if more else 2, save=ckptkit.EverySteps(1))],
+        host_id="host",
+        saving=ckptkit.SaveOptions(on_failure=policy),
+    ) as manager:
+        for step, size in ((1, 1000), (2, 1000), (3, 100_000)):
+            manager.save(step, args=ocp.args.StandardSave({"w": jnp.full(size, step)}))
+            with suppress(ckptkit.SaveFailedError):
+                manager.wait_until_finished()
+        assert steps_in(tmp_path) >= saved
+        assert manager._pipeline.threads.in_flight == 0
+
+
+def test_paused_maker_takes_every_order(tmp_path: Path) -> None:
+    """A save pauses the thread that makes slots, and orders some: its own wait would never end."""
+    with manager_of(tmp_path) as manager:
+        maker = manager._pipeline.slots
+        maker.make_way("save")
+        done = threading.Thread(target=lambda: [maker.reserve(4096 * n) for n in range(1, 20)], daemon=True)
+        done.start()
+        done.join(LIMIT_S)
+        assert not done.is_alive()
+        maker.end_way("save")

@@ -105,9 +105,9 @@ class SimArena:
         del size_bytes
         return slot.is_made
 
-    def make(self, slot: SimSlot, size_bytes: int) -> None:
+    def make(self, slot: SimSlot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
         """See `Arena.make`."""
-        del size_bytes
+        del size_bytes, turn
         self._check()
         slot.is_made = True
         self.discard(slot)
