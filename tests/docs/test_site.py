@@ -29,7 +29,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_tables_of_the_reference_are_those_of_the_docstrings() -> None:
-    """Without the site the page would have no words about a name, or old ones: run `make docs-cli`."""
+    """Without the site the page would have no words about a name, or old ones: run `make pages`."""
     page = PAGE.read_text()
     assert rewritten(page) == page
     table = page.split("<!-- names -->")[1].split("<!-- /names -->")[0]

@@ -141,7 +141,9 @@ def test_damage_is_detected(root: str) -> None:
 
 def test_missing_bucket_is_named(root: str) -> None:
     """A typing error in the URL would be found at the first save."""
-    with pytest.raises(ckptkit.StoreError, match=r"s3://no-such-bucket/run cannot be written: .*no such bucket; create it"):
+    with pytest.raises(
+        ckptkit.StoreError, match=r"s3://no-such-bucket/run cannot be written: .*no such bucket; create it"
+    ):
         ckptkit.CheckpointManager("s3://no-such-bucket/run")
 
 

@@ -115,7 +115,7 @@ def test_extras_and_version_match_the_documents() -> None:
 
 @pytest.mark.slow
 def test_fresh_environment_needs_no_other_package(wheel: Path) -> None:
-    """The same from the registry, as a person installs it: `make test-wheel`."""
+    """The same from the registry, as a person installs it: `make campaign NAME=wheel`."""
     check(sys.executable, wheel, SCRIPT)
 
 
@@ -132,7 +132,7 @@ def test_requirements_of_extras_are_those_of_the_extras_that_they_name() -> None
 
 
 def test_floor_versions_match_the_requirements() -> None:
-    """`make test-floor` would test other versions than those that are promised."""
+    """`make campaign NAME=floor` would test other versions than those that are promised."""
     found = floors((ROOT / "pyproject.toml").read_text())
     assert "jax==0.10" in found
     assert "orbax-checkpoint==0.12.8" in found
