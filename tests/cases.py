@@ -1,4 +1,4 @@
-"""Cases of one test that are alike: a few of them in `make test`, all in CI and in `make test-long`."""
+"""Cases of one test that are alike: a few of them in `make test`, all in CI and in `make campaign NAME=long`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A plugin of pytest: in CI a skipped test fails, unless another make target runs it. Nobody reads of skipped tests.
+"""A plugin of pytest: in CI a skipped test fails, unless another target runs it. Nobody reads of skipped tests.
 
-`.ci/run` sets CKPTKIT_CI, the Makefile names the running target in CKPTKIT_TARGET.
+`.ci/run` sets CKPTKIT_CI, the Makefile names the running target or campaign in CKPTKIT_TARGET.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ CI, TARGET, WITHOUT_SYSTEM = "CKPTKIT_CI", "CKPTKIT_TARGET", "CKPTKIT_CI_WITHOUT
 # A part of the reason of a skip, and the target that runs the test: `.ci/run` installs something else for it. A module
 # that skips itself does so in both: all are collected before tests are chosen.
 _NOT_INSTALLED = {
-    "could not import 's3fs'": "test-s3",
-    "could not import 'botocore": "test-s3",
-    "is not installed: make strangers": "strangers-ci",  # one of nine public trainers: `make strangers` has all
+    "could not import 's3fs'": "s3",
+    "could not import 'botocore": "s3",
+    "is not installed: make campaign NAME=strangers": "strangers-ci",  # one of nine public trainers; that has all
 }
 LEFT_TO: Mapping[str, Mapping[str, str]] = {"test": _NOT_INSTALLED}
 # Combinations that do not exist, whatever is installed.

@@ -1,4 +1,4 @@
-"""The tables of docs/api.md, from the docstrings: `python -m tools.api_docs` (`make docs-cli`).
+"""The tables of docs/api.md, from the docstrings: `python -m tools.api_docs` (`make pages`).
 
 A line `::: NAME` on the page is a name of the reference. The tables between `<!-- names -->` and `<!-- /names -->` are
 written anew: the names by section, and the methods of the manager, each with the first clause of its docstring. A test

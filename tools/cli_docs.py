@@ -1,4 +1,4 @@
-"""The help of every command in docs/CLI.md, between its markers: `python -m tools.cli_docs` (`make docs-cli`).
+"""The help of every command in docs/CLI.md, between its markers: `python -m tools.cli_docs` (`make pages`).
 
 A command's section has a block from `<!-- help: NAME -->` to `<!-- /help -->`, which is written from the command's own
 help; the rest of the page is kept. A test holds the page to it.

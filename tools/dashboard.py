@@ -1,4 +1,4 @@
-"""The picture of the Grafana dashboard in docs/DASHBOARDS.md: `python -m tools.dashboard` (`make docs-dashboard`).
+"""The picture of the Grafana dashboard in docs/DASHBOARDS.md: `make campaign NAME=picture-dashboard`.
 
 Grafana is not needed. The events of an invented run go through the exporter's metrics into Prometheus, which answers
 each query of `deploy/grafana.json`; a page of ours draws the panels, and a browser takes the picture. Needs Debian's

@@ -1,4 +1,4 @@
-"""A device that computes one wrong bit: `make demo-certify` finds the step, the leaf and the device.
+"""A device that computes one wrong bit: `make campaign NAME=demo-certify` finds the step, the leaf and the device.
 
 The reference trainer's step runs twice on two devices, with a save after every step. In the second run one bit of the
 gradient that device 1 holds is flipped at step 7. Nothing fails, and every save verifies. A replay of each run compares

@@ -1,4 +1,4 @@
-"""A poisoned stretch of data, without a guard and with one: `make demo-guard`, under two minutes on two cores.
+"""A poisoned stretch of data, without a guard and with one: `make campaign NAME=demo-guard`, two minutes at most.
 
 Four runs of the reference trainer read the same text: `clean`, `unguarded`, `guarded`, and `again` (guarded, and saved
 to the ramdisk at other steps). For all but the first, the records of 24 batches in a row are noise. The

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = Path(__file__).with_name("prose_allowed.txt")
-PARTS = ("README.md", "docs", "ckptkit", "trainer", "tools", "tests", "bench")
+PARTS = ("README.md", "CONTRIBUTING.md", "docs", "ckptkit", "trainer", "tools", "tests", "bench")
 # A dated record, a made page, and the examples of phrases to avoid.
 LEFT_OUT = ("bench/LOG.md", "bench/REPORT.md", "tools/prose.py", "tests/tools/test_prose.py")
 SENTENCE_WORDS_MAX = 36

@@ -4,7 +4,7 @@ It refuses a tree with changes that are not committed, a version whose section o
 "(unreleased)", files in changes/ that no section has, and a version whose tag exists. Then it builds wheel and sdist
 from the commit alone.
 It checks each in a fresh environment of every Python from 3.11 to 3.14 that this machine has: dependencies from the
-registry, a save, a restore, `inspect` and `verify`. A Python that is missing is named.
+registry, the README's loop, a save, a restore, the command line and a conversion. A Python that is missing is named.
 
 Exit codes: 0 built and checked; 1 refused, or a check failed.
 """
@@ -112,17 +112,33 @@ def _is(python: str, version: str) -> bool:
     return done.returncode == 0 and done.stdout.strip() == version
 
 
-def check(python: str, built: Path, script: Path) -> None:
-    """Installs a wheel or an sdist into a fresh environment, and works with it. Raises `ReleaseError`."""
+def readme_loop(root: Path, home: Path) -> str:
+    """The loop of the README in the sources `root`, with its tiers and its run below `home`. Raises `ReleaseError`."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (root / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    places = {"/dev/shm/ckptkit": "ram", "/tmp/ckptkit-ssd": "ssd", "/tmp/ckptkit-run": "run"}
+    for code in blocks:
+        if all(f'"{place}"' in code for place in places):
+            for place, name in places.items():
+                code = code.replace(f'"{place}"', repr(str(home / name)))
+            return code
+    raise ReleaseError(f"README.md has no loop with the directories {', '.join(places)}")
+
+
+def check(python: str, built: Path, source: Path) -> None:
+    """Installs a wheel or an sdist of `source` into a fresh environment, and works with it. Raises `ReleaseError`."""
     with tempfile.TemporaryDirectory(prefix="ckptkit-release-") as made:
         home = Path(made)
         call(python, "-m", "venv", home / "venv", cwd=home)
         command = home / "venv" / "bin"
         call(command / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", built, cwd=home)
-        said = call(command / "python", script, home / "work", cwd=home)
+        said = call(command / "python", source / _SCRIPT, home / "work", cwd=home)
         if f"CORE ONLY: {home / 'venv'}" not in said:
             raise ReleaseError(f"{built.name} on {python}: not the installed library was tested, but {said}")
-        call(command / "ckptkit", "inspect", home / "work" / "run" / "2", cwd=home)
+        call(command / "python", "-c", readme_loop(source, home), cwd=home, JAX_PLATFORMS="cpu")
+        call(command / "ckptkit", "inspect", home / "run" / "100", cwd=home)
+        call(command / "ckptkit", "convert", home / "run" / "100", home / "model.npz", cwd=home)
+        code = "import sys, numpy; assert {w.min() for w in numpy.load(sys.argv[1]).values()} == {100}"
+        call(command / "python", "-c", code, home / "model.npz", cwd=home)
 
 
 def release(root: Path, into: Path) -> None:
@@ -139,7 +155,7 @@ def release(root: Path, into: Path) -> None:
         for version, python in pythons():
             for each in built:
                 if python is not None:
-                    check(python, each, source / _SCRIPT)
+                    check(python, each, source)
                 click.echo(
                     f"python{version}: {each.name} {'works' if python else 'is NOT CHECKED, no such Python is here'}"
                 )

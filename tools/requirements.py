@@ -1,8 +1,8 @@
 """Prints the requirements of the project and of extras, as pip reads them: `python tools/requirements.py trainer s3`.
 
 Environments that are made at the same time install these, and the project alone at the end: pip's build of the project
-writes into its directory. With `--lowest`, the lowest allowed version of each, for `make test-floor`. Standard library
-alone: it runs before anything is installed.
+writes into its directory. With `--lowest`, the lowest allowed version of each, for `make campaign NAME=floor`.
+Standard library alone: it runs before anything is installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recorded terminal session for the README: `python -m tools.session` (`make docs-session`) writes docs/session.svg.
+"""A recorded terminal session for the README: `make campaign NAME=pictures` writes docs/session.svg.
 
 The commands run unchanged, in a terminal of their own, on a checkpoint that is saved first; only the directory's name
 is shortened.

@@ -1,4 +1,4 @@
-"""The commands of docs/TUTORIAL.md: `python -m tools.tutorial` (`make docs-session`) runs them and records pictures.
+"""The commands of docs/TUTORIAL.md: `make campaign NAME=pictures` runs them and records pictures.
 
 They run unchanged and in order, in the clone. The picture of a chapter has all its commands.
 `# exit code N` at the end of a command is the code that the page expects.

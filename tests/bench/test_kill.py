@@ -1,4 +1,4 @@
-"""The kill campaign's parts: its plan, its oracle, its verdict. The campaign itself: `make kill-campaign`."""
+"""The kill campaign's parts: its plan, its oracle, its verdict. The campaign itself: `make campaign NAME=kill`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ FOUND = {
     "told": (104, 1),
     "kept": (196, 1),
 }
-_SEEDS = 200  # `make book` plays more
+_SEEDS = 200  # `make campaign NAME=book` plays more
 
 
 def play(*words: object) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from tools.session import COMMANDS, SVG
 
 
 def test_page_matches_the_current_help() -> None:
-    """A flag that is on the page would be refused, or one that there is never be found: run `make docs-cli`."""
+    """A flag that is on the page would be refused, or one that there is never be found: run `make pages`."""
     page = PAGE.read_text()
     assert rewritten(page) == page
 
@@ -42,7 +42,7 @@ def test_command_without_a_block_is_refused(page: str) -> None:
 
 
 def test_recorded_session_is_current_and_self_contained() -> None:
-    """The README would show commands that no longer exist, or fetch fonts from a stranger: run `make docs-session`."""
+    """The README would show commands that no longer exist, or fetch fonts: run `make campaign NAME=pictures`."""
     svg = html.unescape(SVG.read_text()).replace("\xa0", " ")
     known = dict(named_commands())
     for command in COMMANDS:

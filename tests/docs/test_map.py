@@ -88,7 +88,7 @@ def test_steps_on_the_page_are_those_of_the_code(what: str) -> None:
 
 def test_files_named_anywhere_exist() -> None:
     """A page, a docstring or a comment would send its reader to a module that was moved."""
-    pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "tools" / "campaigns.mk", *(ROOT / "docs").rglob("*.md")]
     code = [path for part in ("ckptkit", "trainer", "tools", "tests") for path in (ROOT / part).rglob("*.py")]
     for path in [*pages, *code]:
         for name in re.findall(r"\b(?:ckptkit|tests|tools|trainer)/[\w/]+\.(?:py|toml|json)\b", path.read_text()):

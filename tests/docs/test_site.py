@@ -29,7 +29,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_tables_of_the_reference_are_those_of_the_docstrings() -> None:
-    """Without the site the page would have no words about a name, or old ones: run `make docs-cli`."""
+    """Without the site the page would have no words about a name, or old ones: run `make pages`."""
     page = PAGE.read_text()
     assert rewritten(page) == page
     table = page.split("<!-- names -->")[1].split("<!-- /names -->")[0]
@@ -55,7 +55,7 @@ def anchors(page: Path) -> set[str]:
 def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
     """A reader would be led to the top of a long page, or to nothing."""
     found = 0
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").glob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").glob("*.md")]:
         for link in re.findall(r"\]\(([^)\s:]+)\)", page.read_text()):
             name, _, anchor = link.partition("#")
             target = page.parent / name if name else page
@@ -76,7 +76,7 @@ def test_every_symptom_tells_what_is_seen_and_what_survives() -> None:
 
 def test_cells_of_tables_are_short() -> None:
     """A sentence of 25 words in a narrow column is read twice."""
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
         long = [cell.strip() for row in rows for cell in row.split("|") if len(cell.split()) > CELL_WORDS_MAX]
         assert not long, (page.name, long)

@@ -68,7 +68,7 @@ def test_every_chapter_is_run() -> None:
 
 
 def test_pictures_show_the_commands_of_the_page() -> None:
-    """The page would show another story than it tells, or ask a stranger for fonts: run `make docs-session`."""
+    """The page would show another story than it tells, or fetch fonts: run `make campaign NAME=pictures`."""
     pictured = [chapter for chapter in chapters(PAGE.read_text()) if chapter.picture]
     assert len(pictured) == 5
     for chapter in pictured:

@@ -1,6 +1,6 @@
 """Crash points of durable saves by two processes, which have a joined record: a part of them, and what has to be found.
 
-All of them: `make crashpoints`.
+All of them: `make campaign NAME=crashpoints`.
 """
 
 from __future__ import annotations

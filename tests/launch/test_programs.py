@@ -32,7 +32,7 @@ def test_program_that_is_killed_twice_ends_like_an_undisturbed_one(
 ) -> None:
     """A restart would train with another precision, another backend, or another configuration."""
     if name != "x64" and find_spec(name) is None:  # an import of Keras would look for TensorFlow
-        pytest.skip(f"{name} is not installed: make test-others")
+        pytest.skip(f"{name} is not installed: make campaign NAME=others")
     script = str(PROGRAMS / f"{name}_train.py")
     straight, _ = end_of([sys.executable, script], tmp_path / "straight")
     killed, shown = end_of([sys.executable, "-m", "ckptkit.cli", "run", "--", sys.executable, script], tmp_path / "run")

@@ -55,7 +55,7 @@ def skip_without(starter: str) -> None:
     found = {name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") for name in _NEEDS[starter]}
     missing = [name for name, path in found.items() if path is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not installed: make setup-cluster")
+        pytest.skip(f"{', '.join(missing)} not installed: make setup-system")
     if os.geteuid() != 0 and starter == "srun":
         pytest.skip("a Slurm of its own needs root")
 

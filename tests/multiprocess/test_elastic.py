@@ -1,7 +1,7 @@
 """A run that is preempted and goes on, on other processes or another mesh: the same data, and the same bits.
 
-`make test-long`: two processes to one, and to another mesh, from one launched job.
-The whole matrix: `make elastic-campaign`.
+`make campaign NAME=long`: two processes to one, and to another mesh, from one launched job.
+The whole matrix: `make campaign NAME=elastic`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Two processes of the trainer, one killed at each phase boundary of a save, its tiers wiped: the resume is exact.
 
-Default: one phase, and the run that lists the phases; `make test-long` has another. All of them: `make kill-phases`.
+Default: one phase, and the run that lists the phases; `make campaign NAME=long` has another.
+All of them: `make campaign NAME=kill-phases`.
 """
 
 from __future__ import annotations

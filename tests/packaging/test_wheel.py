@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from tools.release import build, call, check
+from tools.release import ReleaseError, build, call, check, readme_loop
 from tools.requirements import floors, requirements
 
 ROOT = Path(__file__).parents[2]
@@ -73,10 +73,7 @@ def test_library_imports_only_its_core_dependencies(installed: Path, tmp_path: P
 @pytest.mark.long
 def test_readme_loop_ends_right_after_a_flipped_bit(installed: Path, tmp_path: Path) -> None:
     """The loop went back to the older step, counted on from the newer one, and ended with a wrong number."""
-    (code,) = re.findall(r"## The drop-in\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    for place, name in (("/dev/shm/ckptkit", "ram"), ("/tmp/ckptkit-ssd", "ssd"), ("/tmp/ckptkit-run", "run")):
-        assert f'"{place}"' in code
-        code = code.replace(f'"{place}"', repr(str(tmp_path / name)))
+    code = readme_loop(ROOT, tmp_path)
     call(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
     for name in ("ram", "ssd"):  # another host, with the durable root alone
         shutil.rmtree(tmp_path / name)
@@ -113,10 +110,18 @@ def test_extras_and_version_match_the_documents() -> None:
     assert any(line.startswith("gcsfs") for line in project["dependencies"])
 
 
+def test_readme_without_its_loop_is_not_released(tmp_path: Path) -> None:
+    """A release would be called checked, and its first example would not have run."""
+    assert "CheckpointManager" in readme_loop(ROOT, tmp_path)
+    (tmp_path / "README.md").write_text("```python\nimport ckptkit\n```\n")
+    with pytest.raises(ReleaseError, match=r"README.md has no loop with the directories /dev/shm/ckptkit"):
+        readme_loop(tmp_path, tmp_path)
+
+
 @pytest.mark.slow
 def test_fresh_environment_needs_no_other_package(wheel: Path) -> None:
-    """The same from the registry, as a person installs it: `make test-wheel`."""
-    check(sys.executable, wheel, SCRIPT)
+    """The same from the registry, as a person installs it: `make campaign NAME=wheel`."""
+    check(sys.executable, wheel, ROOT)
 
 
 def test_requirements_of_extras_are_those_of_the_extras_that_they_name() -> None:
@@ -132,7 +137,7 @@ def test_requirements_of_extras_are_those_of_the_extras_that_they_name() -> None
 
 
 def test_floor_versions_match_the_requirements() -> None:
-    """`make test-floor` would test other versions than those that are promised."""
+    """`make campaign NAME=floor` would test other versions than those that are promised."""
     found = floors((ROOT / "pyproject.toml").read_text())
     assert "jax==0.10" in found
     assert "orbax-checkpoint==0.12.8" in found

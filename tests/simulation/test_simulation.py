@@ -13,7 +13,7 @@ from tests.simulation.scheduler import PENDING, Scheduler, Violation
 
 # Where each mutation was found last. A seed leads elsewhere once the protocol or the simulator changes.
 FOUND = {"C2": 6, "C3": 3, "C4": 1, "C5": 199, "H6": 2, "disk": 280, "limits": 7, "age": 54}
-_SEEDS = 1000  # `make simulate-protocol` runs more
+_SEEDS = 1000  # `make campaign NAME=protocol` runs more
 
 
 @pytest.mark.parametrize(

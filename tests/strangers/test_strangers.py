@@ -1,4 +1,7 @@
-"""Public trainers over ckptkit: killed, resumed, and compared bit for bit. `make strangers` installs each apart."""
+"""Public trainers over ckptkit: killed, resumed, and compared bit for bit.
+
+`make campaign NAME=strangers` installs each apart.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ ROOT = Path(__file__).parents[2]
 def test_killed_stranger_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """The drop-in would serve our own scripts alone."""
     if find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: make strangers")
+        pytest.skip(f"{name} is not installed: make campaign NAME=strangers")
     script = Path(__file__).with_name(SCRIPTS[name])
     straight = train(script, tmp_path / "straight", "--stock")
     slowly = ("--step-s", str(STEP_S / COMPUTATIONS.get(name, 1)))
@@ -81,7 +84,7 @@ def assert_account_agrees_with_one_made_by_hand(root: Path, last: dict[str, Any]
 def test_killed_stranger_without_a_manager_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """Trainers that save a tree at a path would resume from what a disk has changed, and not report it."""
     if find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: make strangers")
+        pytest.skip(f"{name} is not installed: make campaign NAME=strangers")
     script = Path(__file__).with_name(WITHOUT_MANAGER[name])
     straight = train(script, tmp_path / "straight", "--stock")
     assert train(script, tmp_path / "run", "--kill-after", str(KILLED_AFTER)) is None
