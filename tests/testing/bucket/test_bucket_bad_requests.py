@@ -290,5 +290,5 @@ def test_server_failure_is_raised_at_close(tmp_path: Path, monkeypatch: pytest.M
     answer = Http(server.url)("GET", f"/storage/v1/b/{BUCKET}/o")
     assert (answer.status, answer.reason()) == (500, "internalError")
     assert b"on purpose" not in answer.body
-    with pytest.raises(BucketDefect, match="the bucket failed on 1 requests"):
+    with pytest.raises(BucketDefect, match="the bucket failed on 1 request"):
         server.close()
