@@ -15,7 +15,7 @@ from tests.states import abstract, assert_same, make_state, restore_args, save_a
 
 def test_missing_bucket_is_named(server: BucketServer) -> None:
     """A typing error in the URL would be found at the first save, hours later."""
-    with pytest.raises(ckptkit.StoreError, match=r"gs://no-such-bucket/run cannot be written: .*create the bucket"):
+    with pytest.raises(ckptkit.StoreError, match=r"gs://no-such-bucket/run cannot be written: .*no such bucket"):
         ckptkit.CheckpointManager("gs://no-such-bucket/run")
 
 
