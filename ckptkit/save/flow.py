@@ -128,7 +128,7 @@ class SaveFlow:
         try:  # seal: each of these three catches what fails in it, and the vote refuses the save
             yield from self._slots.identify_first(save)
             yield from self._slots.finish_staging(save)  # from our copy on the device, where that was made
-            self._maker.end_way(save.name)
+            self._maker.go_on(save.name)
             yield from self._slots.compare(save)
             verdict = yield from self._voting.run(self._slots, save, refusal=save.refusal)  # copy, vote, keep or drop
             for tier in self._taken_by(save, verdict):
@@ -333,7 +333,7 @@ class SaveFlow:
             **({"policy": "wait"} if save.was_busy else {}),
         )
         if save.is_held:
-            self._maker.make_way(save.name)
+            self._maker.hold(by=save.name)
             size, new = size_text(save.description.slot_bytes), "0.2 to 4 s for each GB"
             _log.info(
                 "step %d is held, and committed once its slot of %s is made (new memory: %s)", save.step, size, new
@@ -354,7 +354,7 @@ class SaveFlow:
 
     def _end(self, save: Save) -> None:
         """The first tier is done with the save."""
-        self._maker.end_way(save.name)
+        self._maker.go_on(save.name)
         self._slots.end(save)
         self._threads.count(-(save.slot is not None))
 

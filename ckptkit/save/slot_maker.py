@@ -14,6 +14,7 @@ from ckptkit.slots.arena import Arena
 from ckptkit.util.clock import Deadline
 from ckptkit.util.notice import Notice
 
+_RESTORE = "restore"
 _LOOK_S = 0.1
 _JOBS_MAX = 1000  # a paused thread must not stop who asks for more
 _SETTLED_S = 60.0  # for slots that are being made when a full tier is found
@@ -30,10 +31,8 @@ class SlotMaker:
         self._prepared_bytes = 0
         self._room_for_bytes = 0  # of a slot: what `require_room` has found room for
         self._worker = machinery.make_worker("ckptkit-arena", waiting_max=_JOBS_MAX)
-        self._may_work = True
         self._notice = Notice()
-        self._held: Deadline | None = None
-        self._saves = set[str]()  # for which it makes way
+        self._holds: dict[str, Deadline | None] = {}  # by whom, and for how long
 
     def prepare(self, slot_bytes: int, share_bytes: int, transfer_bytes: int = 0) -> None:
         """Begins to make the slots of every fast tier in the background.
@@ -92,29 +91,19 @@ class SlotMaker:
         for peer_arena in self._peer_arenas:
             self._worker.submit(lambda peer_arena=peer_arena: reserve(peer_arena, PEER))
 
-    def hold(self, limit_s: float | None = None) -> None:
-        """The thread stops between two pieces of its work until `go_on`, for `limit_s` at most.
+    def hold(self, limit_s: float | None = None, *, by: str = _RESTORE) -> None:
+        """The thread stops between two pieces of its work until `go_on` of the same name, for `limit_s` at most.
 
-        A restore, and the first step after it, need the processors and memory for themselves. To fault in slots of 4.5
-        GB took a quarter of the processor time from a loss to the next step (bench/LOG.md, 2026-11-23).
+        A restore, and the first step after it, need the processors and memory for themselves; so does a save that
+        makes its own slot. To fault in slots of 4.5 GB took a quarter of the processor time from a loss to the next
+        step (bench/LOG.md, 2026-11-23).
         """
-        self._held = None if limit_s is None else Deadline(limit_s)
-        self._may_work = False
+        self._holds[by] = None if limit_s is None else Deadline(limit_s)
 
-    def make_way(self, save: str) -> None:
-        """The thread stops between two pieces of its work until `end_way`: a save waits for a slot of its own."""
-        self._saves.add(save)
-
-    def end_way(self, save: str) -> None:
-        """Ends `make_way`, if it was begun."""
-        if save in self._saves:
-            self._saves.discard(save)
-            self._notice.give()
-
-    def go_on(self) -> None:
-        """Ends `hold`."""
-        if not self._may_work:
-            self._may_work = True
+    def go_on(self, by: str = _RESTORE) -> None:
+        """Ends `hold`, if there was one."""
+        if by in self._holds:
+            self._holds.pop(by, None)
             self._notice.give()
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -128,8 +117,11 @@ class SlotMaker:
         return self._worker.close(timeout_s)
 
     def _wait_for_turn(self) -> None:
-        while self._saves or not (self._may_work or ((held := self._held) is not None and held.passed)):
-            self._notice.wait_for(lambda: self._may_work and not self._saves, _LOOK_S)
+        while not self._may_work():
+            self._notice.wait_for(self._may_work, _LOOK_S)
+
+    def _may_work(self) -> bool:
+        return all(limit is not None and limit.passed for limit in tuple(self._holds.values()))
 
     @property
     def _peer_arenas(self) -> tuple[Arena, ...]:

@@ -183,9 +183,9 @@ def test_paused_maker_takes_every_order(tmp_path: Path) -> None:
     """A save pauses the thread that makes slots, and orders some: its own wait would never end."""
     with manager_of(tmp_path) as manager:
         maker = manager._pipeline.slots
-        maker.make_way("save")
+        maker.hold(by="save")
         done = threading.Thread(target=lambda: [maker.reserve(4096 * n) for n in range(1, 20)], daemon=True)
         done.start()
         done.join(LIMIT_S)
         assert not done.is_alive()
-        maker.end_way("save")
+        maker.go_on("save")
