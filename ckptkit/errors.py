@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -242,17 +243,19 @@ def store_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 def plainly(call: _Call) -> _Call:
     """For the calls that people make: a `CheckpointError` that leaves one ends in a traceback of a few lines, which has
     the frame of the caller, and no chain of errors that were translated. The chain is logged at DEBUG; with that level
-    nothing is left out. An error with a cause that nobody translates keeps all: it may be a bug."""
+    nothing is left out. An error with a cause that nobody translates keeps all: it may be a bug. So does one that is
+    raised while another is handled, which is the caller's."""
 
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
+        handled = sys.exc_info()[1]
         try:
             return call(*args, **kwargs)
         except CheckpointError as error:
             if _log.isEnabledFor(logging.DEBUG):
                 _log.debug("%s raises", call.__qualname__, exc_info=error)
                 raise
-            if not _shortened(error):
+            if handled is not None or not _shortened(error):
                 raise
             raise error.with_traceback(None)  # noqa: B904  it is the same error, without the frames up to here
 
@@ -265,8 +268,10 @@ def _shortened(error: CheckpointError) -> bool:
     if not isinstance(cause, CheckpointError | OSError | None) and not isinstance(error, StoreError):
         return False
     if isinstance(error, SaveFailedError) and cause is not None:
+        if isinstance(cause, CheckpointError) and not _shortened(cause):
+            return False
         cause.__traceback__ = None
-        return not isinstance(cause, CheckpointError) or _shortened(cause)
+        return True
     if cause is not None:
         error.__context__, error.__cause__ = cause, None  # which also keeps the context from being shown
     return True

@@ -66,9 +66,8 @@ def diff(
         print_json({**found.to_json(), "notes": notes, "problems": problems, "provenance": origins})
     else:
         _show(found, [*map(_told, origins), *notes], top, depth)
-    if not problems and not found.same:
-        return Exit.DIFFERENT
-    return exit_with(problems, unread=unread)
+    code = exit_with(problems, unread=unread)
+    return code if problems or found.same else Exit.DIFFERENT
 
 
 def _show(found: Difference, notes: Sequence[str], top: int | None, depth: int | None) -> None:

@@ -6,7 +6,8 @@ Orbax restores such a leaf from this file, whatever else describes it. For the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import numpy as np
@@ -21,6 +22,7 @@ FILE_BYTES_MAX: Final = 1 << 30  # it is read whole
 _PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://")
 _CHUNKED: Final = "__msgpack_chunked_array__"  # an array of more than 1 GiB
 _DEPTH_MAX: Final = 64
+_LEAVES_MAX: Final = 1 << 20
 _NDARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4  # the codes of Orbax and Flax for what msgpack does not have
 
 Path = tuple[str, ...]
@@ -44,8 +46,22 @@ def read_aggregate(item: Place, *, timeout_s: float) -> dict[Path, np.ndarray | 
             path=where,
         )
     with readable(where):
-        tree = msgpack.unpackb(store.get(paths.AGGREGATE), ext_hook=_extension, raw=False, strict_map_key=False)
-        return dict(_leaves(tree, ()))
+        leaves = dict(islice(_leaves(_unpacked(store.get(paths.AGGREGATE)), ()), _LEAVES_MAX + 1))
+        if len(leaves) > _LEAVES_MAX:
+            raise ValueError(f"more than {_LEAVES_MAX} leaves")
+        return leaves
+
+
+class _Packed(NamedTuple):
+    """A tuple that is not unpacked yet: done from within msgpack, deep ones would take the whole stack of the
+    process."""
+
+    data: bytes
+
+
+def _unpacked(data: bytes) -> Any:
+    limits = {"max_array_len": _LEAVES_MAX, "max_map_len": _LEAVES_MAX}
+    return msgpack.unpackb(data, ext_hook=_extension, raw=False, strict_map_key=False, **limits)
 
 
 def _extension(code: int, data: bytes) -> Any:
@@ -55,13 +71,17 @@ def _extension(code: int, data: bytes) -> Any:
     if code == _COMPLEX:
         return complex(*msgpack.unpackb(data))
     if code == _TUPLE:
-        return msgpack.unpackb(data, ext_hook=_extension, raw=False, strict_map_key=False)
+        return _Packed(data)
     raise ValueError(f"an extension {code}, which Orbax does not write")
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, np.ndarray | LeafInfo]]:
     if len(path) > _DEPTH_MAX:
         raise ValueError(f"containers are nested more than {_DEPTH_MAX} deep")
+    if isinstance(value, _Packed):
+        value = _unpacked(value.data)
+        if isinstance(value, _Packed):
+            raise ValueError("a tuple is packed twice")
     if isinstance(value, Mapping) and _CHUNKED in value:
         yield path, _joined(value)
     elif isinstance(value, Mapping | list) and value:

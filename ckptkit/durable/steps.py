@@ -17,7 +17,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from ckptkit.durable.abandoned import clean_left, clean_unmarked
+from ckptkit.durable.abandoned import clean_left, clean_unmarked, left_behind
 from ckptkit.durable.cells.pacing import Pace
 from ckptkit.durable.lifecycle.classify import kind_of_item
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
@@ -53,6 +53,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import lacking_room
+from ckptkit.store.mounts import file_system_of
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
 from ckptkit.util.words import command_line
@@ -157,15 +158,22 @@ class DurableSteps:
         """Raises `StoreFullError` where the file system of the root cannot hold a step of `step_bytes`.
 
         Asks nothing of a bucket, or where cells are compressed. Warns only, where the step may share unchanged cells
-        with one that is there.
+        with one that is there, where leftovers go first, and on a mount whose numbers may mean something else.
         """
         if not properties_of(self.url).file_system or self.profile.compression is not None or not self.writes_itself:
             return
         why = lacking_room(self.url, step_bytes)
         if why is None:
             return
+        doubt = None
         if self.kept() and self.profile.shared_steps_max > 1:
-            _log.warning("%s: the next durable save fails, unless most leaves are unchanged", why)
+            doubt = "unless most leaves are unchanged"
+        elif left_behind(self._store, self.kept()):
+            doubt = "unless what an ended run left there frees enough"
+        elif file_system_of(self.url).medium not in ("disk", "memory"):
+            doubt = "if this mount reports its room as it is"
+        if doubt is not None:
+            _log.warning("%s: the next durable save fails, %s", why, doubt)
             return
         raise StoreFullError(f"{why}; free some space or take another directory", path=self.url)
 

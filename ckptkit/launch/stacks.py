@@ -48,4 +48,6 @@ class BusyStacks:
     def rest(self) -> list[str]:
         """The lines that wait for a next one, at the end of the output."""
         held, self._held = self._held, []
-        return held
+        told = [f"({count_text(self._idle, 'idle thread')} left out)"] * (self._idle > 0)
+        self._idle = 0
+        return [*told, *held]

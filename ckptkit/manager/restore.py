@@ -246,6 +246,7 @@ class Resumer:
         base, every = history.branch.base, history.ledger.every()
         if self._settings.options.read_only or self._components.job.coordinator.process > 0:
             return
+        heartbeat.ended(None)  # what an earlier manager of this process reported
         durable = max((record.save_id for record in every if DURABLE in record.tiers), default=None)
         has = "no step" if durable is None else f"step {durable.step}"
         if base is None:

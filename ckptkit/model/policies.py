@@ -63,7 +63,6 @@ class BroadcastOptions:
 
 Strategy = Literal["slot_copy", "device_copy", "pinned_host", "block"]  # see `ckptkit.snapshot.staging`
 StagingChoice = Strategy | Literal["auto"]
-Staged = Strategy | Literal["held"]  # what `auto` may also do
 DurableBusy = Literal["wait", "skip"]
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "::0", "0", "*")
 OnDifference = Literal["report", "keep", "stop"]
@@ -204,7 +203,8 @@ class SaveOptions:
     """How a manager saves.
 
     Args:
-      staging: how a save keeps the state alive (`ckptkit.snapshot.staging`): `auto`, or a strategy by name.
+      staging: how a save keeps the state alive (`ckptkit.snapshot.staging`): `auto`, or a strategy by name. A
+        program that writes in place into memory which JAX shares (DLPack, NumPy without a copy) needs `slot_copy`.
       in_flight_max: how many snapshots may be in flight, that is, before their first commit by all processes. A save
       beyond this limit is skipped everywhere, with an event; a save that is due in the durable tier waits. Without a
       ramdisk tier a snapshot is in flight until every tier has it, so this limits the snapshots in memory.

@@ -168,9 +168,10 @@ def _from_elsewhere(step_url: str, name: str, arg: Any) -> tuple[Any] | None:
         word is not None for word in (arg.item, getattr(arg, "restore_args", None), getattr(arg, "transforms", None))
     ):
         return None
-    place = _array_items(step_url).get(name)
-    moved = None if place is None else elsewhere(place.url)
-    return None if place is None or moved is None else (read_item(place.url, moved),)
+    step = Place.open(step_url, timeout_s=_TIMEOUT_S)
+    place = step if name == DEFAULT_ITEM and item_kind(step) == "arrays" else step.below(name)
+    moved = elsewhere(place.url) if item_kind(place) == "arrays" else None
+    return None if moved is None else (read_item(place.url, moved),)
 
 
 def _newer_json(step_url: str, name: str, arg: Any) -> tuple[Any] | None:

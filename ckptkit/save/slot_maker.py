@@ -48,8 +48,9 @@ class SlotMaker:
         self.reserve(slot_bytes)
 
     def require_room(self, slot_bytes: int) -> None:
-        """The check of `prepare`, for a start without it: raises `StoreFullError` once for a size."""
-        if slot_bytes <= self._room_for_bytes:
+        """The check of `prepare`, for a start without it: raises `StoreFullError` once for a size. None while what an
+        ended job left here takes room: then each tier makes one slot only."""
+        if slot_bytes <= self._room_for_bytes or self._crowded:
             return
         self._room_for_bytes = slot_bytes
         try:
@@ -75,9 +76,7 @@ class SlotMaker:
         """The work that `prepare` begins, without checking for room first: a full tier emits an event."""
         if self._prepared_bytes >= slot_bytes:
             return
-        arenas = (self._tiers.staging, self._tiers.disk, *self._peer_arenas)
-        crowded = any(arena is not None and arena.crowded for arena in arenas)
-        self._prepared_bytes = 0 if crowded else slot_bytes  # the rest of the slots is made by a later call
+        self._prepared_bytes = 0 if self._crowded else slot_bytes  # the rest of the slots is made by a later call
 
         def reserve(arena: Arena, tier: str) -> None:
             try:
@@ -122,6 +121,11 @@ class SlotMaker:
 
     def _may_work(self) -> bool:
         return all(limit is not None and limit.passed for limit in tuple(self._holds.values()))
+
+    @property
+    def _crowded(self) -> bool:
+        arenas = (self._tiers.staging, self._tiers.disk, *self._peer_arenas)
+        return any(arena is not None and arena.crowded for arena in arenas)
 
     @property
     def _peer_arenas(self) -> tuple[Arena, ...]:

@@ -195,7 +195,7 @@ class SlotTier(SaveTier):
         try:
             yield Do("make the slot", lambda: self._arena.make(slot, size_bytes, self._outcomes.under_way.advance))
         except StoreFullError:
-            acquire = partial(self._arena.acquire, size_bytes, timeout_s=save.deadline.left_s)
+            acquire = partial(self._arena.acquire, size_bytes)  # no wait: the thread that makes slots is held meanwhile
             if (other := (yield Do("take another slot", acquire))) is None:
                 raise
             save.let_go(self.name, self._arena)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import final
 
 from ckptkit.errors import StoreFullError
+from ckptkit.store.local import disk_room
 from ckptkit.util.words import size_text
 
 CONTAINER_SHM_BYTES = 64 << 20  # what Docker and Kubernetes give /dev/shm where nobody asks for more
@@ -135,8 +135,7 @@ def mount_room(directory: Path, *, is_disk: bool) -> Room:
 
 
 def _mount_bytes(directory: Path) -> tuple[int, int]:
-    mount = os.statvfs(directory)
-    return mount.f_blocks * mount.f_frsize, mount.f_bavail * mount.f_frsize
+    return disk_room(str(directory)) or (_UNLIMITED_BYTES, _UNLIMITED_BYTES)
 
 
 def _frees(root: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[tuple[Path, int]]:

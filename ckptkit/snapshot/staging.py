@@ -25,12 +25,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import numpy as np
 
-from ckptkit.model.policies import Staged, StagingChoice, Strategy
+from ckptkit.model.policies import StagingChoice, Strategy
 from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.copying import Copied, copy_shards, transfer_bytes
 from ckptkit.snapshot.describe import Description, Digests
@@ -55,7 +55,7 @@ class Staging:
     `computing_s`: seconds until the arrays were computed, which are the step's own.
     """
 
-    strategy: Staged  # of most of the bytes
+    strategy: Strategy | Literal["held"]  # of most of the bytes
     reason: str
     finish: Callable[..., dict[int, Digests]]  # (memory, copied)
     computing_s: float = 0.0

@@ -21,7 +21,7 @@ def network_problem(endpoint: str) -> str | None:
     None where nothing fails within half a second, or this host uses a proxy. Cost: at most half a second, once a minute
     for each endpoint.
     """
-    if getproxies():
+    if getproxies().keys() - {"no"}:
         return None
     now_s = clock.monotonic_s()
     at_s, problem = _found.get(endpoint, (now_s - _AGAIN_S, None))
@@ -45,6 +45,8 @@ def _tried(endpoint: str) -> str | None:
                 ssl.create_default_context().wrap_socket(connection, server_hostname=host).close()
     except socket.gaierror as error:
         return f"the name {host} is not found ({error.strerror}); check it, and the name service of this host"
+    except ssl.SSLCertVerificationError:
+        return None  # the client may have certificates of its own
     except ssl.SSLError as error:
         return f"TLS with {host}:{port} fails ({error.reason}); check its address, and the certificates of this host"
     except ConnectionRefusedError:

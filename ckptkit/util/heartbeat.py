@@ -84,8 +84,8 @@ def resumed(step: int) -> None:
         _marker.resumed = step
 
 
-def ended(behind: Behind) -> None:
-    """The run has ended without a step in the durable tier: the agent reports it at the end of the job."""
+def ended(behind: Behind | None) -> None:
+    """The run has ended without a step in the durable tier: the agent reports it at the end of the job. None: with."""
     if _marker is not None:
         _marker.ended(behind)
 
@@ -124,9 +124,10 @@ class _Marker:
             self._saves = (count + 1, own_before_s + own_s, computing_before_s + computing_s)
             _SAVES.pack_into(self._shared, _BEAT.size, *self._saves)
 
-    def ended(self, behind: Behind) -> None:
+    def ended(self, behind: Behind | None) -> None:
         if os.getpid() == self._process:
-            values = behind.step + 1, 0 if behind.durable is None else behind.durable + 1
+            steps = (None, None) if behind is None else (behind.step, behind.durable)
+            values = [0 if step is None else step + 1 for step in steps]
             _BEHIND.pack_into(self._shared, _BEAT.size + _SAVES.size, *values)
 
 

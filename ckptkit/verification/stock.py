@@ -172,7 +172,7 @@ class LeafInFile:
     def __init__(self, item: Place, name: str, leaf: LeafInfo):
         self._item, self._name, self._leaf = item, name, leaf
         self.name = f"{name}:{leaf.name}"
-        self.size_bytes = self.memory_bytes = leaf.array_bytes
+        self.size_bytes, self.memory_bytes = leaf.array_bytes, 0  # it was read, and is held, with its file
 
     def checks(self) -> Iterator[CellCheck]:
         """Counts it."""

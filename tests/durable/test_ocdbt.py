@@ -262,3 +262,13 @@ def test_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     bomb[-4:] = google_crc32c.value(bytes(bomb[:-4])).to_bytes(4, "little")
     with pytest.raises(ValueError, match="a node of more than"):
         decoded_node(bytes(bomb), at)
+
+
+def test_names_and_values_of_a_hostile_node_are_bounded() -> None:
+    """A node of a few kilobytes would become a terabyte of names."""
+    at = Child(Placed("top", 0, 1), b"", b"")
+    with pytest.raises(ValueError, match="names of 70000 bytes"):
+        decoded_node(leaf_node([b"d/a"], {b"k" * 70_000: (0, 0, 1)}), at)
+    prefix = Child(Placed("top", 0, 1), b"p" * 65_000, b"")
+    with pytest.raises(ValueError, match="or too many"):
+        decoded_node(leaf_node([b"d/a"], {b"%05d" % n: (0, 0, 1) for n in range(20_000)}), prefix)

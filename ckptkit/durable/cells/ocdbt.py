@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import tensorstore as ts
 
-from ckptkit.durable.cells.ocdbt_node import Child, Node, Placed, decoded_node
+from ckptkit.durable.cells.ocdbt_node import NODE_BYTES_MAX, Child, Node, Placed, decoded_node
 
 Finished = Callable[[Any], Any]  # what a future gives, or an error
 
@@ -46,10 +46,8 @@ def files_of(base: Any, finished: Finished) -> set[str]:
     """The data files that the newest version of a tree is made of, by their paths below `base`: those of its nodes and
     of its values. Cost and errors: as `inline_values`."""
     found = set[str]()
-    root = _root(base, finished, None)
-    found |= {root[0].placed.path} if root else set()
-    for node in _nodes(base, finished):
-        found |= {child.placed.path for child in node.children}
+    for at, node in _placed_nodes(base, finished):
+        found.add(at.placed.path)
         found |= {value.path for _, value in node.values if isinstance(value, Placed)}
     return found
 
@@ -69,14 +67,23 @@ def _root(base: Any, finished: Finished, keys_max: int | None) -> tuple[Child, i
 
 
 def _nodes(base: Any, finished: Finished, keys_max: int | None = None) -> Iterator[Node]:
-    """Each node, level by level, and once: a hostile tree may name one a thousand times."""
+    return (node for _, node in _placed_nodes(base, finished, keys_max))
+
+
+def _placed_nodes(base: Any, finished: Finished, keys_max: int | None = None) -> Iterator[tuple[Child, Node]]:
+    """Each node with its place, level by level, and once: a hostile tree may name one a thousand times.
+
+    Raises ValueError where the tree itself holds more than `NODE_BYTES_MAX` of values.
+    """
     root = _root(base, finished, keys_max)
     level, height = ([root[0]], root[1]) if root else ([], 0)
-    seen = set[Placed]()
+    seen, held_bytes = set[Placed](), 0
     while level:
         below: list[Child] = []
         for start in range(0, len(level), _NODES_AT_ONCE):
             some = level[start : start + _NODES_AT_ONCE]
+            if any(child.placed.length > NODE_BYTES_MAX for child in some):
+                raise ValueError(f"the database names a node of more than {NODE_BYTES_MAX} bytes")
             reads = [base.read(place.path, byte_range=_range(place)) for place in (child.placed for child in some)]
             for child, read in zip(some, reads, strict=True):
                 found = finished(read)
@@ -85,7 +92,10 @@ def _nodes(base: Any, finished: Finished, keys_max: int | None = None) -> Iterat
                 node = decoded_node(found.value, child)
                 if node.height != height:
                     continue
-                yield node
+                held_bytes += sum(len(value) for _, value in node.values if isinstance(value, bytes))
+                if held_bytes > NODE_BYTES_MAX:
+                    raise ValueError(f"the database itself holds more than {NODE_BYTES_MAX} bytes")
+                yield child, node
                 for each in node.children:
                     if each.placed not in seen:
                         seen.add(each.placed)

@@ -16,7 +16,9 @@ import zstandard
 NODE_BYTES_MAX: Final = 1 << 30  # decoded; Orbax's have some 100 MB
 _MAGIC: Final = 0x0CDB20DE.to_bytes(4, "big")
 _HEAD_BYTES, _CRC_BYTES = 12, 4  # magic and length; the checksum ends a node
-_ENTRIES_MAX = 1 << 20  # TensorStore's limit
+_ENTRIES_MAX = 1 << 20  # this limit and the next two are TensorStore's
+_NAME_BYTES_MAX = (1 << 16) - 1
+_INLINE_BYTES_MAX = 1 << 20
 _VARINT_BYTES_MAX = 10
 _PIECE_BYTES = 1 << 20
 _FILE_BYTES_MAX = 1 << 63  # a tree may hold 64 bits; the system allows 63
@@ -60,7 +62,7 @@ def decoded_node(data: bytes, at: Child) -> Node:
     shared = [0, *body.varints(count - 1)]
     own = body.varints(count)
     common = body.varints(count) if height else []
-    keys = [at.prefix + key for key in _front_coded(body, shared, own)]
+    keys = _front_coded(body, shared, own, at.prefix)
     if not height:
         values = list(zip(keys, _values(files, body, count), strict=True))
         body.require_end()
@@ -143,8 +145,11 @@ class _Columns:
             raise ValueError("a node goes on after its end")
 
 
-def _front_coded(body: _Columns, shared: list[int], own: list[int]) -> list[bytes]:
-    """Names of which each begins with `shared` bytes of the one before it."""
+def _front_coded(body: _Columns, shared: list[int], own: list[int], prefix: bytes = b"") -> list[bytes]:
+    """Names of which each begins with `shared` bytes of the one before it; `prefix` goes before all of them."""
+    longest = max((len(prefix) + kept + length for kept, length in zip(shared, own, strict=True)), default=0)
+    if longest > _NAME_BYTES_MAX or sum(shared) + sum(own) + len(prefix) * len(own) > NODE_BYTES_MAX:
+        raise ValueError(f"a node has names of {longest} bytes, or too many")
     joined = body.take(sum(own))
     found, last, at = [], b"", 0
     for kept, length in zip(shared, own, strict=True):
@@ -152,7 +157,7 @@ def _front_coded(body: _Columns, shared: list[int], own: list[int]) -> list[byte
             raise ValueError("a name shares more than the one before it has")
         last = last[:kept] + joined[at : at + length]
         at += length
-        found.append(last)
+        found.append(prefix + last)
     return found
 
 
@@ -194,6 +199,8 @@ def _values(files: list[tuple[str | None, bytes]], body: _Columns, count: int) -
     lengths, kinds = body.varints(count), body.take(count)
     if max(kinds) > 1:
         raise ValueError("a node has a value of an unknown kind")
+    if any(length > _INLINE_BYTES_MAX for length, kind in zip(lengths, kinds, strict=True) if not kind):
+        raise ValueError(f"a node holds a value of more than {_INLINE_BYTES_MAX} bytes")
     outside = [length for length, kind in zip(lengths, kinds, strict=True) if kind]
     placed = iter(_places(files, body, len(outside), outside))
     return [next(placed)[0] if kind else body.take(length) for length, kind in zip(lengths, kinds, strict=True)]

@@ -145,7 +145,7 @@ def has_several_formats(names: Iterable[str]) -> bool:
 
 def kind_of_item(names: Collection[str]) -> ItemKind | None:
     """The kind of item of a directory with these names; None if nothing shows it."""
-    if _ARRAY_SIGNS.intersection(names) or paths.AGGREGATE in names:
+    if _ARRAY_SIGNS.intersection(names) or (paths.AGGREGATE in names and paths.STEP_METADATA not in names):
         return "arrays"
     if paths.STEP_METADATA in names:
         return None
@@ -187,11 +187,13 @@ def content_of(names: Collection[str], below: Below) -> Content:
     found = "nothing"
     for name in sorted(directories)[:_LOOKS_MAX]:
         inside = below(name)
-        if kind_of_item(inside) is None and not _STEP_SIGNS.intersection(inside):
+        # One that is being written has the parts of its processes first.
+        is_item = kind_of_item(inside) is not None or any(each.startswith(PROCESS_TREE) for each in inside)
+        if not is_item and not _STEP_SIGNS.intersection(inside):
             continue
         if paths.step_of_name(name) is not None:
             return "root"
-        found = "step" if kind_of_item(inside) is not None else found
+        found = "step" if is_item else found
     return "item" if found == "nothing" and paths.AGGREGATE in names else found
 
 

@@ -126,17 +126,34 @@ class Place:
 
     def signs(self) -> list[str]:
         """The names that show what it is: its entries, without a file `checkpoint` that is not Orbax's (TensorFlow
-        writes a text of this name). Cost: with such a file, a small read."""
+        writes a text of this name, others a pickle). Cost: with such a file, a small read, and a look for steps."""
         if self._signs is None:
-            other = paths.AGGREGATE in self.names() and not self._has_aggregate()
+            other = paths.AGGREGATE in self.names() and (not self._has_aggregate() or _has_steps(self))
             self._signs = [name for name in self.names() if not (other and name == paths.AGGREGATE)]
         return self._signs
 
+    def has(self, name: str) -> bool:
+        """Whether an object of this name is in it, and may be seen. Cost: one request, and no listing."""
+        with suppress(CorruptCheckpointError, PermissionError):
+            try:
+                return self.store.stat(self._key(name)) is not None
+            except TransientStoreError:
+                raise
+            except StoreError:
+                return False
+        return False
+
     def _has_aggregate(self) -> bool:
-        with suppress(CorruptCheckpointError, FileNotFoundError):
+        """Whether its file begins as Orbax's does: a map with text as its first key, or an empty one and nothing more.
+        A pickle begins as a map does, but with a number. In a bucket a large file is not asked."""
+        with suppress(CheckpointError, OSError):
+            if self.store.properties.file_system:
+                require_regular(f"{self.url}/{paths.AGGREGATE}")
+                with open(f"{self.url}/{paths.AGGREGATE}", "rb") as file:
+                    return _begins_a_tree(file.read(8))
             found = self.store.stat(self._key(paths.AGGREGATE))
             large = found is not None and found.size_bytes > _AGGREGATE_READ
-            return large or (self.read(paths.AGGREGATE) or b"\0")[0] in _MAPS
+            return large or _begins_a_tree(self.read(paths.AGGREGATE) or b"")
         return False
 
     def is_link(self, name: str) -> bool:
@@ -307,7 +324,7 @@ def other_place(place: Place, *, around: bool = True) -> OtherPlace | None:
     if _before_record(place.url) is not None:
         return place_around(place)
     shown = _shown(place)
-    looks = around and f"{paths.SIDECAR_DIR}/" not in place.names() and not _has_steps(place)
+    looks = around and not _has_steps(place)
     if shown is None and looks:
         jobs = [name for name in place.directories() if paths.is_job(name)]
         shown = "tier" if any(_has_slots(place.below(name), 2) for name in jobs[:_SLOT_LOOKS]) else None
@@ -373,9 +390,9 @@ def _shown(place: Place) -> PlaceKind | None:
         return shown
     if f"{paths.SIDECAR_DIR}/" in place.names():
         return None
-    if set(paths.ZARR_METADATA).intersection(place.names()):
+    if _holds_array(place) and not _has_steps(place):
         return "array"
-    if _is_bare_item(place) or (paths.AGGREGATE in place.signs() and not _has_steps(place)):
+    if paths.AGGREGATE in place.signs() or _is_bare_item(place):
         return "item"
     if _is_old_step(place):
         return "step"
@@ -391,7 +408,24 @@ def _is_bare_item(place: Place) -> bool:
 
 
 def _is_array(place: Place) -> bool:
-    return not place.name.endswith(".zarr") and bool(set(paths.ZARR_METADATA).intersection(place.names()))
+    """Asked of directories that may be anybody's: nothing is listed."""
+    return not place.name.endswith(".zarr") and any(map(place.has, paths.ZARR_METADATA))
+
+
+def _holds_array(place: Place) -> bool:
+    version_2, version_3 = (name in place.names() for name in paths.ZARR_METADATA)
+    if version_2 or not version_3:
+        return version_2
+    described = place.json(paths.ZARR_METADATA[1])  # also of a group, which may hold anything
+    return isinstance(described, dict) and described.get("node_type") == "array"
+
+
+def _begins_a_tree(data: bytes) -> bool:
+    if data[:1] in (b"\xde", b"\xdf"):  # a map of more than 15 entries, with their number
+        data = data[:1] + data[3 if data[0] == 0xDE else 5 :]
+    is_map = data[:1] != b"" and (data[0] in _MAPS)
+    is_text = len(data) > 1 and (0xA0 <= data[1] < 0xC0 or data[1] in (0xD9, 0xDA, 0xDB))
+    return data == b"\x80" or (is_map and data[0] != 0x80 and is_text)
 
 
 def is_step(place: Place) -> bool:
@@ -427,13 +461,10 @@ def _root_of(place: Place, kind: PlaceKind) -> str | None:
         return None
     if paths.step_of_name(name) is not None:
         return above
-    return root if paths.step_of_name(step) is not None and _is_step_at(above) else None
-
-
-def _is_step_at(url: str) -> bool:
-    with suppress(CheckpointError, OSError):
-        return shown_by(Place.open(url, timeout_s=_ABOVE_S).names()) == "step"
-    return False
+    if paths.step_of_name(step) is not None:
+        with suppress(CheckpointError, OSError):
+            return root if is_step(Place.open(above, timeout_s=_ABOVE_S)) else None
+    return None
 
 
 def local_files(path: str) -> Iterator[tuple[str, os.stat_result]]:
