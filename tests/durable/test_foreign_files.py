@@ -20,6 +20,12 @@ from ckptkit.durable.lifecycle.places import Place, require_possible_root
 NOBODY = 65534
 
 
+def packed(value: object) -> bytes:
+    data = msgpack.packb(value)
+    assert data is not None
+    return data
+
+
 def test_pickle_named_checkpoint_hides_no_step(tmp_path: Path) -> None:
     """A user's file would be taken for the items of a step, or for the root: the rest was not read, and called good."""
     root = tmp_path / "run"
@@ -30,7 +36,7 @@ def test_pickle_named_checkpoint_hides_no_step(tmp_path: Path) -> None:
     assert ckptkit.latest_step(str(root)) == 1
     (proof,) = ckptkit.verify(str(root)).steps
     assert (proof.state, proof.step) == ("proven", 1)
-    tree = msgpack.packb({"w": 1})
+    tree = packed({"w": 1})
     (root / "checkpoint").write_bytes(tree)
     (root / "1/checkpoint").write_bytes(tree)
     (proof,) = ckptkit.verify(str(root)).steps
@@ -73,10 +79,10 @@ def test_group_of_zarr_holds_a_root(tmp_path: Path) -> None:
 
 def nested(depth: int) -> bytes:
     """Orbax's extension for a tuple, one in the other."""
-    data = msgpack.packb([])
+    data = packed([])
     for _ in range(depth):
-        data = msgpack.packb([msgpack.ExtType(4, data)])
-    return msgpack.packb({"w": msgpack.ExtType(4, data)})
+        data = packed([msgpack.ExtType(4, data)])
+    return packed({"w": msgpack.ExtType(4, data)})
 
 
 def test_deep_tree_in_one_file_is_damage(tmp_path: Path) -> None:
@@ -92,9 +98,9 @@ def test_deep_tree_in_one_file_is_damage(tmp_path: Path) -> None:
 
 def test_tuple_of_a_tree_in_one_file_is_read(tmp_path: Path) -> None:
     """It is unpacked apart from the rest."""
-    array = msgpack.ExtType(1, msgpack.packb([[2], "float32", np.ones(2, np.float32).tobytes()]))
-    tree = {"t": msgpack.ExtType(4, msgpack.packb([array, 3]))}
-    (tmp_path / "checkpoint").write_bytes(msgpack.packb(tree))
+    array = msgpack.ExtType(1, packed([[2], "float32", np.ones(2, np.float32).tobytes()]))
+    tree = {"t": msgpack.ExtType(4, packed([array, 3]))}
+    (tmp_path / "checkpoint").write_bytes(packed(tree))
     found = read_aggregate(Place.open(str(tmp_path), timeout_s=5), timeout_s=5)
     assert found is not None
     assert {path: np.asarray(value).tolist() for path, value in found.items()} == {
