@@ -100,7 +100,7 @@ VERSION_TESTS := tests/model tests/util tests/job tests/store tests/slots tests/
   tests/restore tests/manager tests/goodput tests/dropin tests/interop tests/v1 tests/surgery tests/test_events.py
 floor: ## The lowest versions that pyproject.toml allows
 	$(call new_venv,$(PYTHON),.venv-floor)
-	$(PYTHON) tools/requirements.py --lowest trainer > .venv-floor/floor.txt
+	$(PYTHON) tools/requirements.py --lowest trainer gcs > .venv-floor/floor.txt
 	.venv-floor/bin/python $(INSTALL) -c .venv-floor/floor.txt -e '.[trainer,test-core]'
 	.venv-floor/bin/python -m pytest $(VERSION_TESTS)
 

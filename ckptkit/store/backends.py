@@ -38,7 +38,7 @@ class Access:
     named: re.Pattern[str]  # how its messages name a permission
     signed_out: frozenset[str] = frozenset()  # errors of its client where it finds no credentials
     unanswered: frozenset[str] = frozenset()  # "library Class": errors of its client for an answer that did not come
-    extra: str | None = None  # of this package, which installs the service's client; None: it comes with it
+    extra: str | None = None  # of this package, which installs the service's client; None: it needs none of ours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +109,7 @@ GS = Backend(
         named=re.compile(r"\bstorage\.[a-z]+\.[a-zA-Z]+\b"),
         signed_out=frozenset({"GoogleAuthError", "DefaultCredentialsError", "RefreshError"}),
         unanswered=frozenset({"google TransportError"}),
+        extra="gcs",
     ),
     driver="gcs",
     copy=_gs_copy,

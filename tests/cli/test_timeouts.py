@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import gcsfs
 import numpy as np
 import pytest
 
+import ckptkit
 from ckptkit.store import remote
 from tests.cli.conftest import Run
 from tests.formats.writers import by_safetensors
@@ -66,13 +68,19 @@ def test_search_for_credentials_has_the_limit_too(ckpt: Run, monkeypatch: pytest
     assert time.monotonic() - began_s < 1.5
 
 
-def test_missing_client_of_a_bucket_names_the_extra(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scheme", "client", "extra"), [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs")])
+def test_missing_client_of_a_bucket_names_the_extra(
+    scheme: str, client: str, extra: str, ckpt: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """People would install s3fs alone, in a version that was never tried with the rest."""
 
     def missing(url: str) -> None:
-        raise ImportError("Install s3fs to access S3")
+        raise ImportError(f"Install {client} to access it")
 
     monkeypatch.setattr(remote, "_reachable", set())
     monkeypatch.setattr(remote.fsspec.core, "url_to_fs", missing)
-    said = ckpt("inspect", "s3://bucket/run")
-    assert (said.code, said.err) == (1, "ckptkit: s3://bucket needs s3fs: pip install 'ckptkit-jax[s3]'\n")
+    message = f"{scheme}://bucket/run needs {client}: pip install 'ckptkit-jax[{extra}]'"
+    said = ckpt("steps", f"{scheme}://bucket/run")
+    assert (said.code, said.err) == (1, f"ckptkit: {message}\n")
+    with pytest.raises(ckptkit.StoreError, match=re.escape(message)):
+        ckptkit.CheckpointManager(f"{scheme}://bucket/run")
