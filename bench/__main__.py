@@ -28,8 +28,8 @@ _ROOT = Path(__file__).parent.parent
 
 
 _NAMES = (
-    *("broadcast", "convert", "corruption", "crashpoints", "exporters", "faults", "gather", "gpu", "herd", "hosts"),
-    *("inspect", "kill", "leaf", "policy", "proof", "simulate", "simulator", "unchanged"),
+    *("broadcast", "convert", "corruption", "crashpoints", "exporters", "faults", "first", "gather", "gpu", "herd"),
+    *("hosts", "inspect", "kill", "leaf", "policy", "proof", "simulate", "simulator", "unchanged"),
 )
 _MODULES = {"all": "everything", "report": "render"} | {name: name for name in _NAMES}
 _CAMPAIGNS: dict[str, click.Command] = {

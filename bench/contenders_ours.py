@@ -76,6 +76,10 @@ class CkptKit:
         """The memory of the ramdisk's slots, reported apart from anonymous memory."""
         return allocated_bytes(self._roots[0] / "ram")
 
+    def prepare(self, abstract: Any) -> None:
+        """Begins to make the slots that a save of such a state needs."""
+        self._manager.prepare(ocp.args.StandardSave(abstract))  # pyright: ignore[reportCallIssue]
+
     def stage_by(self, staging: str) -> None:
         """How later saves are staged. A manager per strategy would take an arena each, three times the state.
 
@@ -98,16 +102,18 @@ class CkptKit:
 
 @final
 class CkptKitDurable:
-    """Every step goes to a ramdisk tier and from there to the durable one, which is what is measured and restored."""
+    """Every step goes to a ramdisk tier (None: there is none) and from there to the durable one, which is what is
+    measured and restored."""
 
-    def __init__(self, name: str, root: str, ramdisk: Path):
+    def __init__(self, name: str, root: str, ramdisk: Path | None):
         self.name = name
         self._ramdisk = ramdisk
         self._root = root
         self._committed_s: dict[int, float] = {}
         events = ckptkit.EventLog()
         events.observe(self._hear)
-        self._manager = ckptkit.CheckpointManager(root, tiers=[ckptkit.Tier.ram(str(ramdisk))], events=events)
+        tiers = [] if ramdisk is None else [ckptkit.Tier.ram(str(ramdisk))]
+        self._manager = ckptkit.CheckpointManager(root, tiers=tiers, events=events)
         # Without fast tiers: it can read the durable one alone.
         self._reader = ckptkit.CheckpointManager(root, options=ocp.CheckpointManagerOptions(read_only=True))
 
@@ -138,7 +144,8 @@ class CkptKitDurable:
         """See `Contender.close`."""
         self._reader.close()
         self._manager.close(remove_arenas=True)
-        shutil.rmtree(self._ramdisk, ignore_errors=True)
+        if self._ramdisk is not None:
+            shutil.rmtree(self._ramdisk, ignore_errors=True)
         remove_root(self._root)
 
     def _hear(self, event: ckptkit.Event) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from bench import first
 from bench.fault_places import OURS as OURS_UNDER_FAULTS
 from bench.figures import GPU_FIGURES, median
 from bench.row import PEERS, Range, Row, ends_of, measured, spread_of
@@ -413,10 +414,32 @@ def _known(samples: Mapping[str, Iterable[float | None]]) -> dict[str, list[floa
     return {figure: known.get(figure, []) for figure, _ in GPU_FIGURES.values()}
 
 
+def _first(result: Mapping[str, Any]) -> Iterable[Row]:
+    found = {name: first.figures(samples) for name, samples in result["samples"].items()}
+    ways = {"ckptkit": "a ramdisk", "ckptkit_prepared": "a ramdisk, after `prepare`", "ckptkit_durable": "no tiers"}
+    for name, way in ways.items():
+        for figure, (_, _, _, meaning) in first.FIGURES.items() if name in found else ():
+            peers = {who: median(each[figure]) or 0.0 for who, each in found.items() if who in PEERS}
+            best = min(peers, key=lambda who: peers[who]) if peers else ""
+            yield Row(
+                benchmark="first",
+                case=f"{result['gb']:g} GB, {way}",
+                figure=figure,
+                meaning=meaning,
+                **measured(found[name][figure]),
+                peer=peers.get(best),
+                peer_name=best,
+                peer_spread=spread_of(found[best][figure]) if best else None,
+                peer_ends=ends_of(found[best][figure]) if best else None,
+                torch=median(found.get("torch_dcp", {}).get(figure)),
+            )
+
+
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "faults": _faults,
     "corruption": _corruption,
     "crashpoints": _crashpoints,
+    "first": _first,
     "kill": _kill,
     "hosts": _hosts,
     "unchanged": _unchanged,
