@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.errors import CheckpointError
 from ckptkit.model.tiers import PEER, SSD
 from ckptkit.save.agreement.protocol import Machinery
 from ckptkit.save.book.outcomes import Outcomes
@@ -17,7 +17,6 @@ from ckptkit.util.notice import Notice
 _RESTORE = "restore"
 _LOOK_S = 0.1
 _JOBS_MAX = 1000  # a paused thread must not stop who asks for more
-_SETTLED_S = 60.0  # for slots that are being made when a full tier is found
 
 
 @final
@@ -53,17 +52,10 @@ class SlotMaker:
         if slot_bytes <= self._room_for_bytes or self._crowded:
             return
         self._room_for_bytes = slot_bytes
-        try:
-            self._check_room(slot_bytes)
-        except StoreFullError:
-            if self._worker.idle:
-                raise
-            self.wait_idle(_SETTLED_S)  # slots grew between two questions
-            self._check_room(slot_bytes)
+        self._check_room(slot_bytes)
 
     def _check_room(self, slot_bytes: int, transfer_bytes: int = 0) -> None:
-        beside_bytes = sum(peer_arena.missing_bytes(slot_bytes) for peer_arena in self._peer_arenas)
-        self._tiers.staging.check_room(slot_bytes, beside_bytes=beside_bytes, transfer_bytes=transfer_bytes)
+        self._tiers.staging.check_room(slot_bytes, others=self._peer_arenas, transfer_bytes=transfer_bytes)
         if self._tiers.disk is not None:
             self._tiers.disk.check_room(slot_bytes)
 

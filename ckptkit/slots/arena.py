@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import final
@@ -150,22 +150,24 @@ class Arena:
         slot_bytes = file_bytes(size_bytes)
         return sum(max(0, slot_bytes - self._files.allocated_bytes(slot)) for slot in self._slots)
 
-    def check_room(self, size_bytes: int, *, beside_bytes: int = 0, transfer_bytes: int = 0) -> None:
+    def check_room(self, size_bytes: int, *, others: Sequence[Arena] = (), transfer_bytes: int = 0) -> None:
         """Raises `StoreFullError` where the slots cannot all have `size_bytes`, with the bytes needed and free.
 
-        Asks the mount, and for host memory also the control groups and the setting (`HostMemory`). `beside_bytes` are
-        those that other arenas on the same mount need too, `transfer_bytes` those of host memory that transfers from
-        devices take during a save.
+        Asks the mount, and for host memory also the control groups and the setting (`HostMemory`). `others` are arenas
+        on the same mount that need slots of this size too, `transfer_bytes` what transfers from devices take of host
+        memory during a save. Slots may be made meanwhile.
         """
         slot_bytes = file_bytes(size_bytes)
+        room, host_room = self._room.narrowest(), self._room.narrowest(on_mount=False)
+        beside_bytes = sum(each.missing_bytes(size_bytes) for each in others)
         missing_bytes = max(0, self.missing_bytes(size_bytes) + beside_bytes - self._left_bytes(slot_bytes))
         needs = f"{self._room.name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}"
         if beside_bytes:
             needs += f" and {beside_bytes} of them for copies of other hosts"
-        self._room.refuse_beyond(missing_bytes, needs)
+        self._room.refuse_beyond(room, missing_bytes, needs)
         if transfer_bytes:
             needs += f", and {transfer_bytes} for transfers from devices"
-            self._room.refuse_beyond(missing_bytes + transfer_bytes, needs, on_mount=False)
+            self._room.refuse_beyond(host_room, missing_bytes + transfer_bytes, needs)
 
     def acquire(
         self, size_bytes: int, *, timeout_s: float = 0.0, later: Callable[[], bool] = lambda: False
@@ -449,8 +451,8 @@ class Arena:
         """Raises `StoreFullError` without room. Asked first: to find out by filling a ramdisk takes as long as filling
         it."""
         size_bytes = file_bytes(size_bytes)
-        missing_bytes = size_bytes - self._files.allocated_bytes(slot)
-        self._room.refuse_beyond(missing_bytes, f"slot {self._room.name}/{slot.name} needs {size_bytes} bytes")
+        room, missing_bytes = self._room.narrowest(), size_bytes - self._files.allocated_bytes(slot)
+        self._room.refuse_beyond(room, missing_bytes, f"slot {self._room.name}/{slot.name} needs {size_bytes} bytes")
 
     def _forget(self, slot: Slot) -> None:
         if slot.save_id is not None and self._store is not None and self._newest is not None:

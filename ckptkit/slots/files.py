@@ -169,9 +169,10 @@ class SlotFiles:
         if self._directory is None:
             return len(self._maps.get(slot.name, b""))
         try:
-            return (self._directory / slot.name).stat().st_size
+            found = (self._directory / slot.name).stat()
         except FileNotFoundError:
             return 0
+        return max(found.st_size, 512 * found.st_blocks)  # a file that is being allocated has no size yet
 
 
 def _allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int, *, is_disk: bool) -> _T:

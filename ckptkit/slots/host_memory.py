@@ -105,13 +105,18 @@ class SlotRoom:
         self._memory, self._is_disk = memory, is_disk
         self._less = LESS_ON_MOUNT if directory else "lower in_flight_max, or shard the state over more processes"
 
-    def refuse_beyond(self, missing_bytes: int, needs: str, *, on_mount: bool = True) -> None:
-        """Raises `StoreFullError` where `missing_bytes` are more than the narrowest limit leaves; `on_mount=False` asks
-        those of host memory alone."""
+    def narrowest(self, *, on_mount: bool = True) -> Room | None:
+        """What the narrowest limit leaves; None without limits. `on_mount=False` asks those of host memory alone."""
         rooms = [] if self._memory is None else self._memory.rooms(self._memory.taken_bytes)
         if on_mount and self._directory is not None:
             rooms.append(mount_room(self._directory, is_disk=self._is_disk))
-        room = min(rooms, key=lambda room: room.free_bytes, default=None)
+        return min(rooms, key=lambda room: room.free_bytes, default=None)
+
+    def refuse_beyond(self, room: Room | None, missing_bytes: int, needs: str) -> None:
+        """Raises `StoreFullError` where `missing_bytes` are more than there is room.
+
+        Ask for the room before the bytes: slots that grow in between are then counted in neither.
+        """
         if room is not None and missing_bytes > room.free_bytes:
             free, missing = size_text(room.free_bytes), size_text(missing_bytes)
             raise store_full(replace(room, where=f"{room.where} ({missing} needed, {free} free)"), needs, self._less)

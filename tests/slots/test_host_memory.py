@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -154,4 +155,19 @@ def test_container_shm_error_says_what_to_mount(tmp_path: Path, mounts: Mounts) 
         "give fewer slots (`slots` or `keep` of the tier, `in_flight_max`), or leave this tier out"
     )
     arena.check_room(20 << 20)  # what fits is not refused
+    arena.close()
+
+
+def test_slots_that_are_being_made_are_no_lack_of_room(tmp_path: Path, mounts: Mounts) -> None:
+    """The first save of a run whose slots just fit would be refused, or wait until they all are made."""
+    mount = mounts.small(tmp_path / "shm", "300m")
+    arena = Arena.open(mount / "host", 0, slots=3, synced=False)
+    making = threading.Thread(target=arena.reserve, args=(98 << 20,))
+    making.start()
+    looks = 0
+    while making.is_alive():
+        arena.check_room(98 << 20)
+        looks += 1
+    making.join()
+    assert looks > 10, "it never looked while slots were made"
     arena.close()
