@@ -106,7 +106,7 @@ class SlotRoom:
         self._less = LESS_ON_MOUNT if directory else "lower in_flight_max, or shard the state over more processes"
 
     def narrowest(self, *, on_mount: bool = True) -> Room | None:
-        """What the narrowest limit leaves; None without limits. `on_mount=False` asks those of host memory alone."""
+        """The room under the narrowest limit; None without limits. `on_mount=False` asks those of host memory alone."""
         rooms = [] if self._memory is None else self._memory.rooms(self._memory.taken_bytes)
         if on_mount and self._directory is not None:
             rooms.append(mount_room(self._directory, is_disk=self._is_disk))

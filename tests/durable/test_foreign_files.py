@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.durable import aggregate
 from ckptkit.durable.aggregate import read_aggregate
 from ckptkit.durable.lifecycle.places import Place, require_possible_root
 
@@ -107,3 +108,16 @@ def test_tuple_of_a_tree_in_one_file_is_read(tmp_path: Path) -> None:
         ("t", "0"): [1.0, 1.0],
         ("t", "1"): 3,
     }
+
+
+def test_tree_in_a_file_that_is_too_large_is_said_not_to_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at all steps called it an error of ckptkit's own."""
+    monkeypatch.setattr(aggregate, "FILE_BYTES_MAX", 100)
+    (tmp_path / "1/default").mkdir(parents=True)
+    (tmp_path / "1/default/checkpoint").write_bytes(packed({"w": list(range(200))}))
+    for place in (tmp_path, tmp_path / "1"):
+        (proof,) = ckptkit.verify(str(place)).steps
+        assert (proof.state, len(proof.unread)) == ("unproven", 1), place
+        assert "bytes, and at most 100 of a tree in one file are read" in str(proof.reason)
