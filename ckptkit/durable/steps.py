@@ -31,7 +31,6 @@ from ckptkit.durable.orbax.manager import (
     METRICS_ITEM,
     Setup,
     StockManager,
-    checked_options,
     committed_by_mark,
     delete_directory,
     finishes_in_its_own_way,
@@ -108,7 +107,6 @@ class DurableSteps:
         self._tries = ScopedCoordinator(coordinator)  # to save: who misses one is there at the next
         self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
         self.seen: dict[int, SaveId] = {}  # the saves that steps counted as when they were looked at last
-        checked_options(options)
         coordinator.agree("durable-root", None, lambda _: prepare_root(self.url, options))
         self._report, self._cleaned = report, cleaned
         self._cleaned_epoch: int | None = None
@@ -301,9 +299,6 @@ class DurableSteps:
         """Begins a try to save: earlier deletions have ended when it returns."""
         self._tries.begin(about or str(save_id))
         self.shared = {}
-        if self._options.todelete_full_path is not None and not properties_of(self.url).known_to_orbax:
-            # Before a step is written that cannot be deleted.
-            raise NotImplementedError("todelete_full_path is for gs:// alone; take todelete_subdir")
         self._pruner.wait()
         self._settle()
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of_job
+from ckptkit.durable.orbax.manager import Setup, refuse_options, refuse_part_of_job
 from ckptkit.durable.orbax.reports import save_entry
 from ckptkit.errors import SaveFailedError, plainly
 from ckptkit.events import EventLog, default_log
@@ -94,7 +94,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         check_types(tiers, options=options, events=events, durable=durable, saving=saving, processes=processes)
         saving, processes = saving or SaveOptions(), processes or ProcessOptions()
         self._settings = Settings(
-            options=checked_options(options or ocp.CheckpointManagerOptions()),
+            options=options or ocp.CheckpointManagerOptions(),
             tiers=checked_tiers(tuple(tiers)),
             durable=durable,
             host_id=host_id or socket.gethostname(),
@@ -105,6 +105,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
         self._account = RunAccount(self._settings.events, progress=processes.progress)
+        refuse_options(self._options, root_url(directory))
         refuse_part_of_job(self._options, jax.process_count())
         if not self._options.read_only:
             refuse_unjoined()

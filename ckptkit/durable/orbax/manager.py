@@ -89,11 +89,13 @@ class QuietLogger(ocp.logging.AbstractLogger):
         """Drops the entry."""
 
 
-def checked_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
-    """`options`; raises ValueError for a combination that Orbax's constructor refuses."""
+def refuse_options(options: ocp.CheckpointManagerOptions, url: str) -> None:
+    """Raises ValueError for a combination that Orbax's constructor refuses, and for one by which no step of this root
+    could be deleted."""
     if options.preservation_policy and (options.keep_time_interval or options.max_to_keep or options.keep_period):
         raise ValueError("`preservation_policy` and `delete options` are mutually exclusive - do not use together.")
-    return options
+    if options.todelete_full_path is not None and not properties_of(url).known_to_orbax:
+        raise ValueError("todelete_full_path is for gs:// alone; take todelete_subdir")
 
 
 def refuse_part_of_job(options: ocp.CheckpointManagerOptions, count: int) -> None:
