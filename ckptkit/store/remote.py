@@ -278,15 +278,11 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
         if status == 412:
             raise FileExistsError(message) from error
         # gcsfs makes an OSError of a 403 and keeps no status.
-        if (
-            status in (401, 403)
-            or isinstance(error, PermissionError)
-            or is_refusal(str(error))
-            or type(error).__name__ in access.signed_out
-        ):
-            raise refused(where, f"{type(error).__name__}: {error}", needs=needs) from error
-        if status in _TRANSIENT_STATUS or _is_unanswered(error, access.unanswered):
+        refuses = status in (401, 403) or isinstance(error, PermissionError) or is_refusal(str(error))
+        if not refuses and (status in _TRANSIENT_STATUS or _is_unanswered(error, access.unanswered)):
             raise TransientStoreError(message, path=where) from error
+        if refuses or not access.signed_out.isdisjoint(kind.__name__ for kind in type(error).__mro__):
+            raise refused(where, f"{type(error).__name__}: {error}", needs=needs) from error
         raise StoreError(message, path=where) from error
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
+import google.auth.exceptions
 import pytest
 from gcsfs.retry import validate_response
 
@@ -98,6 +99,15 @@ def test_refused_permission_error_says_what_to_grant(status: int) -> None:
         with pytest.raises(StoreError, match=r"grant storage\.objects\.get, \.list, \.create and") as caught:
             operation()
         assert type(caught.value) is StoreError
+
+
+@pytest.mark.parametrize("name", ["DefaultCredentialsError", "RefreshError", "ReauthFailError"])
+def test_missing_or_expired_credentials_say_how_to_sign_in(name: str) -> None:
+    """One that has to sign in again is a kind of RefreshError, and had the words of an error of the service."""
+    error = getattr(google.auth.exceptions, name)("no")
+    for operation in operations_of(failing(error)):
+        with pytest.raises(StoreError, match="gcloud auth application-default login"):
+            operation()
 
 
 @pytest.mark.parametrize(
