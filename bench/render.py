@@ -17,11 +17,11 @@ BEGIN, END = "<!-- figures: `make figures` writes what is between these lines --
 # The rows of the README, as sentences; the rest is in the report. One of them is a row in which ckptkit loses.
 README_FIGURES = {
     ("gpu", "loss_s"): "A save delays a loop on a GPU",
-    ("gpu", "committed_s"): "From `save` on a GPU to the commit on the ramdisk",
+    ("gpu", "committed_s"): "A save on a GPU, until the ramdisk has it",
     ("gpu", "restore_s"): "Restore to a GPU from the ramdisk, every byte verified",
     ("faults", "wrong_runs"): "Trainings with injected bit flips that ended with wrong bits",
     ("faults", "resume_s"): "From a killed process to its next training step",
-    ("commit", "commit_gbps"): "From `save` to the commit on the ramdisk, CPU devices",
+    ("commit", "commit_gbps"): "Commit on the ramdisk, CPU devices",
     ("stall", "blocking_ms.in_flight"): "`save` holds its caller while a step still runs, CPU devices",
     ("durable", "bucket_save_requests"): "Requests of a save to a bucket",
 }
@@ -98,7 +98,7 @@ def _when(rows: Iterable[Row]) -> str:
     when = " to ".join(dict.fromkeys(days[:1] + days[-1:]))
     commits = {source.commit.rstrip("+") for source in sources if source.commit}
     inexact = sum(not source.exact for source in sources)
-    text = f"Measured {when}; runs: {len(sources)}, commits: {len(commits)}"
+    text = f"Measured {when}; in {len(sources)} runs of {len(commits)} commits"
     if inexact:
         text += f", results whose commit is dirty or was not stored: {inexact}"
     return f"{text}. [Date and commit of each row](bench/REPORT.md)."

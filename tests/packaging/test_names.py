@@ -37,7 +37,7 @@ SOURCES: Final = {
         upkeep/signatures.TrustedKey.require conversion/destination.Destination.commit
         durable/cells/unchanged._link durable/lifecycle/delete.move_away upkeep/pruning._removed
         upkeep/copying._Copying._commit upkeep/copying._Copying._remove upkeep/copying._drop_leftovers
-        durable/orbax/file_items._directory
+        durable/orbax/file_items._directory durable/lifecycle/places.Place._has_aggregate
     """,
     "a listing: the store leaves out names that cannot be keys": """
         durable/abandoned.clean_unmarked durable/abandoned._empty_leaving manager/fast_tiers.own_host_dirs

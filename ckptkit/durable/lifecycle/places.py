@@ -81,6 +81,7 @@ class Place:
         self._prefix = prefix
         self._names: list[str] | None = None
         self._signs: list[str] | None = None
+        self._has: dict[str, bool] = {}
         self._below: dict[str, Place] = {}
 
     @classmethod
@@ -133,7 +134,13 @@ class Place:
         return self._signs
 
     def has(self, name: str) -> bool:
-        """Whether an object of this name is in it, and may be seen. Cost: one request, and no listing."""
+        """Whether an object of this name is in it, and may be seen. Cost: the first time one request, and no
+        listing."""
+        if name not in self._has:
+            self._has[name] = self._has_now(name)
+        return self._has[name]
+
+    def _has_now(self, name: str) -> bool:
         with suppress(CorruptCheckpointError, PermissionError):
             try:
                 return self.store.stat(self._key(name)) is not None
