@@ -7,7 +7,7 @@ from collections import Counter
 import click
 
 from ckptkit.cli.exits import exit_with
-from ckptkit.cli.options import HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers
+from ckptkit.cli.options import FOUND_TIERS, HOST_ID, JSON, STEP_PREFIX, TIMEOUT, fast_tiers
 from ckptkit.cli.progress import progress_line
 from ckptkit.cli.text import count_text, print_found, print_line, print_notes, print_part_and_reasons, size_text
 from ckptkit.upkeep import with_signatures
@@ -43,7 +43,7 @@ def verify(
 
 @click.command()
 @click.argument("root")
-@TIERS
+@FOUND_TIERS
 @HOST_ID
 @click.option("--repair", is_flag=True, help="Repair saves from another copy; put aside saves without one.")
 @click.option("--dry-run", is_flag=True, help="Show what --repair would do, and change nothing (the default).")
@@ -69,7 +69,7 @@ def scrub(
     with progress_line() as progress:
         found = scrub_root(
             root,
-            tiers,
+            tiers or None,
             repair=repair and not dry_run,
             host_id=host,
             step_prefix=step_prefix,

@@ -83,19 +83,18 @@ def list_steps(
 def recorded_tiers(found: RootSteps) -> dict[str, str]:
     """The fast tiers of the run that saved the newest durable step, by their directories, as far as they are here.
 
-    Empty where no step of ours records any. Cost: a listing and a small read.
+    Of the newest one whose record can be read: damaged steps are looked for too. Empty where no step of ours records
+    any. Cost: a listing and a small read.
     """
-    saved = [step for step in found.steps if step.save_id is not None and step.state == "committed"]
-    if not saved:
-        return {}
-    newest = max(saved, key=lambda step: step.identity)
-    with suppress(CheckpointError):
-        for name in newest.place.directories():
-            item = newest.place.below(name)
-            for process in sidecar_processes(item)[:1]:
-                record = read_sidecar(item, process, extent="head")
-                if record is not None:
-                    return {path: name for path, name in places_in(record).items() if os.path.isdir(path)}
+    saved = [step for step in found.steps if step.save_id is not None and step.state in ("committed", "damaged")]
+    for step in sorted(saved, key=lambda step: step.identity, reverse=True):
+        with suppress(CheckpointError):
+            for name in step.place.directories():
+                item = step.place.below(name)
+                for process in sidecar_processes(item)[:1]:
+                    record = read_sidecar(item, process, extent="head")
+                    if record is not None:
+                        return {path: name for path, name in places_in(record).items() if os.path.isdir(path)}
     return {}
 
 
@@ -132,39 +131,37 @@ def _durable_entry(found: DurableStep) -> StepEntry:
     )
 
 
-def tier_shares(
-    tier: str, url: str, host_id: str, notes: list[str]
-) -> tuple[list[Share], list[CorruptCheckpointError]]:
-    """The saves that this host's processes hold for jobs with root `url`, of any name."""
-    shares: list[Share] = []
-    damaged: list[CorruptCheckpointError] = []
-    for directory in slots_of_root(tier, url, host_id, notes):
-        found, bad = read_shares(directory)
-        shares += found
-        damaged += bad
-    return shares, damaged
-
-
 def shares_by_tier(
     tiers: Iterable[str], url: str, host_id: str, notes: list[str], *, are_given: bool
 ) -> Iterator[tuple[str, list[Share], list[CorruptCheckpointError]]]:
-    """Each tier with its result of `tier_shares`. One that was not given, and may not be read, is left out with a note:
-    the slots of a job are private to its user. One that was not given, and has nothing of the root, gets no note: many
-    hosts have a directory of that name."""
+    """The saves that this host's processes hold in each tier for jobs with root `url`, of any name. See
+    `slots_by_tier`."""
+    for tier, directories in slots_by_tier(tiers, url, host_id, notes, are_given=are_given):
+        shares: list[Share] = []
+        damaged: list[CorruptCheckpointError] = []
+        for directory in directories:
+            found, bad = read_shares(directory)
+            shares += found
+            damaged += bad
+        yield tier, shares, damaged
+
+
+def slots_by_tier(
+    tiers: Iterable[str], url: str, host_id: str, notes: list[str], *, are_given: bool
+) -> Iterator[tuple[str, list[Path]]]:
+    """Each tier with its result of `slots_of_root`. One that was not given, and may not be read, is left out with a
+    note: the slots of a job are private to its user. One that was not given, and has nothing of the root, gets no note:
+    many hosts have a directory of that name."""
     for tier in tiers:
-        own: list[str] = []
         try:
-            found, damaged = tier_shares(tier, url, host_id, own)
-            notes += [each for each in own if are_given or each != no_slots(tier, host_id)]
+            yield tier, slots_of_root(tier, url, host_id, notes, are_given=are_given)
         except StoreError as error:
             if are_given:
                 raise
             notes.append(f"{tier} is left out: {error}")
-            continue
-        yield tier, found, damaged
 
 
-def slots_of_root(tier: str, url: str, host_id: str, notes: list[str]) -> list[Path]:
+def slots_of_root(tier: str, url: str, host_id: str, notes: list[str], *, are_given: bool) -> list[Path]:
     """The slot directories of a host in a tier for jobs with root `url`; a note where there are none.
 
     Raises `StoreError` for directories that may not be read.
@@ -181,7 +178,7 @@ def slots_of_root(tier: str, url: str, host_id: str, notes: list[str]) -> list[P
         raise StoreError(f"{error.filename}: {error.strerror}; look at its permissions", path=tier) from error
     if not directories:
         hosts = sorted({each.name for job in jobs for each in Path(tier, job).iterdir() if each.is_dir()})
-        notes.append(no_slots(tier, host_id, hosts))
+        notes += [no_slots(tier, host_id, hosts)] if are_given or hosts else []
     return directories
 
 

@@ -17,7 +17,7 @@ from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.errors import CorruptCheckpointError, StoreError, store_error, with_damage
 from ckptkit.inspection.shares import read_shares
-from ckptkit.inspection.steps import slots_of_root
+from ckptkit.inspection.steps import recorded_tiers, slots_by_tier
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.store import open_store
@@ -74,7 +74,7 @@ class Scrub:
 
 def scrub(
     root: str,
-    tiers: Sequence[str],
+    tiers: Sequence[str] | None = None,
     *,
     repair: bool = False,
     host_id: str,
@@ -84,7 +84,8 @@ def scrub(
     timeout_s: float = 20.0,
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> Scrub:
-    """Verifies every copy of every save of `root` on this host: durable steps, and slots of `host_id` below `tiers`.
+    """Verifies every copy of every save of `root` on this host: durable steps, and slots of `host_id` below `tiers`
+    (None: those that the newest durable step was saved with, as far as they are here).
     With `repair`, repairs damaged copies from the other copies of the same save.
 
     A repair is bit-exact: every cell is compared with the digest of the save. A slot is changed only if its manifest is
@@ -118,7 +119,9 @@ class _DamagedCopy:
 
 @final
 class _Scrubber:
-    def __init__(self, url: str, tiers: Sequence[str], host_id: str, limits: Limits, timeout_s: float, *, repair: bool):
+    def __init__(
+        self, url: str, tiers: Sequence[str] | None, host_id: str, limits: Limits, timeout_s: float, *, repair: bool
+    ):
         self._place = Place.open(url, timeout_s=timeout_s)
         self._tiers, self._host_id = tiers, host_id
         self._limits, self._timeout_s, self._repair = limits, timeout_s, repair
@@ -129,10 +132,12 @@ class _Scrubber:
     def run(self, step_prefix: str | None) -> Scrub:
         """Looks at every copy, then treats what is damaged."""
         ancestry, problems = self._ancestry()
-        url, tiers = self._place.url, self._tiers
-        directories = [path for tier in tiers for path in slots_of_root(tier, url, self._host_id, self._notes)]
-        manifests = [each for directory in directories for each in self._look_into(directory)]
+        url, given = self._place.url, self._tiers is not None
         in_root = read_root(self._place, ancestry, step_prefix=step_prefix)
+        tiers = [*recorded_tiers(in_root)] if self._tiers is None else self._tiers
+        slots = slots_by_tier(tiers, url, self._host_id, self._notes, are_given=given)
+        directories = [path for _, found in slots for path in found]
+        manifests = [each for directory in directories for each in self._look_into(directory)]
         if not directories:
             require_root(self._place, in_root)
         unread: list[Exception] = []
