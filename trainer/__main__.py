@@ -102,7 +102,7 @@ def main(context: click.Context, **flags: Any) -> None:
     """Train a byte-level language model on text, and resume where the last run stopped.
 
     Exit codes: 0 trained; 1 failed, and a restart may help; 2 input that has to be mended first; 75 preempted by
-    SIGTERM (with --coordinator), the last step saved.
+    SIGTERM (with --coordinator): the same command continues from the newest save.
     """
     if context.invoked_subcommand is not None:
         return
@@ -118,8 +118,7 @@ def main(context: click.Context, **flags: Any) -> None:
     except Preempted as preempted:
         last = preempted.last
         click.echo(str(preempted))
-        saved = last is not None and last.saved
-        leave(cluster, ExitCode.PREEMPTED if saved else 1, at_once=last is not None and bool(last.unfinished))
+        leave(cluster, ExitCode.PREEMPTED, at_once=last is not None and bool(last.unfinished))
     except CheckpointError as error:
         click.echo(f"Error: {error}", err=True)
         leave(cluster, 1)

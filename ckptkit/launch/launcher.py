@@ -36,8 +36,8 @@ _DUMP_S = 1.0  # for the stacks of a job that hangs
 class Launcher:
     """Runs `workers` until all end with 0, restarting all when one is lost.
 
-    A worker may also end with `ExitCode.PREEMPTED`: once all have ended and one of them so, the job is over for now,
-    its state saved. The steps of warm workers are watched: one without steps is lost after the time of `hang` (None:
+    A worker may also end with `ExitCode.PREEMPTED`: once all have ended and one of them so, the job is over for now.
+    The steps of warm workers are watched: one without steps is lost after the time of `hang` (None:
     never). With the roster that `make_roster` makes, other hosts run as many workers of the same command each.
 
     No child outlives the launcher, not even a launcher that is killed.
@@ -262,7 +262,7 @@ class Launcher:
             if first is not None and first.behind is not None:
                 self._say(f"the job has ended, and {first.behind}; the last warning of process 0 has the reason")
             return ExitCode.OK
-        self._say("preempted, state saved: the same command continues from there")
+        self._say("preempted: the same command continues from the newest save")
         return ExitCode.PREEMPTED
 
     def _fail(self, error: Exception) -> None:

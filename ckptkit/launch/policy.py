@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
     OK = 0
     BUDGET_SPENT = 1
     USAGE = 2
-    PREEMPTED = 75  # state saved; sysexits.h has it for "try again later". A process that saved its last step ends so
+    PREEMPTED = 75  # sysexits.h has it for "try again later"; a process ends so after its last save, or the try
     INTERRUPTED = 130
 
 

@@ -330,7 +330,7 @@ def test_preempted_job_gets_its_grace_and_reports_its_save(
     assert spy.events[-1].fields == {"code": int(expected)}
     assert spy.said[0] == f"preempted: the processes have {grace_s:g} s to save their last step"
     if expected == ExitCode.PREEMPTED:
-        assert spy.said[1] == "preempted, state saved: the same command continues from there"
+        assert spy.said[1] == "preempted: the same command continues from the newest save"
 
 
 def test_processes_preempted_by_the_cluster_are_not_a_loss() -> None:

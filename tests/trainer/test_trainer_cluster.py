@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 import pytest
+from click.testing import CliRunner
 
 from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from tests.forked import WARM, launch_forked
 from trainer.__main__ import main as command
 from trainer.__main__ import read_flags
+from trainer.checkpoint import Preempted
 from trainer.cluster import detect_rank, join
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,18 @@ def test_sigterm_during_exit_keeps_the_exit_code(code: int) -> None:
     script would start the job again on machines that are being preempted, and not queue it."""
     done = subprocess.run([sys.executable, "-c", LEAVES, str(int(code))], timeout=120, cwd=ROOT)
     assert done.returncode == code
+
+
+def test_preemption_without_a_saved_step_is_queued_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Breaks when a grace that was too short for a last save ends the run for good: older saves are there."""
+
+    def train(*_: object) -> None:
+        raise Preempted(5, None)
+
+    monkeypatch.setattr("trainer.__main__.train", train)
+    (tmp_path / "text").write_text("the quick brown fox\n")
+    done = CliRunner().invoke(command, ["--data", str(tmp_path / "text")])
+    assert (done.exit_code, done.output) == (ExitCode.PREEMPTED, "preempted at step 5: nothing was saved of it\n")
 
 
 def test_hosts_with_different_text_are_refused(tmp_path: Path) -> None:
