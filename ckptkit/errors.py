@@ -197,6 +197,10 @@ class TransientStoreError(StoreError):
     """A store failed in a way that a retry may mend (the only error that is retried)."""
 
 
+class NewerFormatError(StoreError):
+    """A newer version of ckptkit wrote it, and this one cannot read it. Nothing is damaged."""
+
+
 class OutsideRootError(StoreError):
     """A name leads out of a root by a link; nothing was read or written there."""
 

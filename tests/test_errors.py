@@ -53,6 +53,7 @@ CAUSES: dict[str, str | tuple[str, str]] = {
     "GuardStopError": "guard/test_guard.py",
     "NotJoinedError": ("launch/test_joined.py", "test_worker_that_has_not_joined"),
     "CoordinationError": "save/test_missed_barriers.py",
+    "NewerFormatError": "verification/test_newer_format.py",
     "OutsideRootError": ("inspection/test_hostile.py", "leads out of"),
     "PeerUnreachableError": "peers/test_receiver.py",
     "StoreError": "test_errors.py",

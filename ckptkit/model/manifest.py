@@ -18,7 +18,7 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, NewerFormatError
 from ckptkit.model.boxes import Box
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest_checks import FILES as FILES
@@ -202,7 +202,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, path: str, extent: ManifestDepth = "all") -> Manifest:
-        """The manifest of `data`; raises `CorruptCheckpointError` unless every field is what a writer writes.
+        """The manifest of `data`; raises `CorruptCheckpointError` unless every field is what a writer writes, and
+        `NewerFormatError` for a format that this version does not know.
 
         Its digest always covers all of it. Parts that `extent` leaves out are not checked and not returned: `leaves`
         has no boxes, `head` no leaves. Cost: 9 microseconds per leaf, 7, 3.
@@ -214,10 +215,7 @@ class Manifest:
             if digest_of(data[start:stop]) != envelope["digest"]:
                 raise CorruptCheckpointError(f"manifest {path} does not match its own digest", path=path)
             if body["format"] not in _READ_FORMATS:
-                raise CorruptCheckpointError(
-                    f"manifest {path} has format {body['format']}, this version reads formats 1 to {FORMAT}",
-                    path=path,
-                )
+                refuse_format(body["format"], path)
             shardings = _shardings_from_json(body)
             manifest = cls(
                 save_id=SaveId(**body["save_id"]),
@@ -312,6 +310,14 @@ def metrics_of(manifests: Iterable[Manifest]) -> Any:
     """The metrics that a save was made with; None where it keeps none."""
     stored = next((each.inline[METRICS] for each in manifests if METRICS in each.inline), None)
     return stored["value"] if stored is not None and stored["kind"] == METRICS else None
+
+
+def refuse_format(found: Any, path: str) -> None:
+    """Raises the error of a manifest of another format than those that this version reads."""
+    known = f"this version reads formats 1 to {FORMAT}"
+    if isinstance(found, int) and found > FORMAT:
+        raise NewerFormatError(f"{path} has format {found}, of a newer ckptkit, and {known}: install it", path=path)
+    raise CorruptCheckpointError(f"manifest {path} has format {found}, {known}", path=path)
 
 
 def refuse_unreadable(size_bytes: int) -> None:

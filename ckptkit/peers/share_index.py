@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from ckptkit.errors import CheckpointError, CorruptCheckpointError
+from ckptkit.errors import CheckpointError
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.slots.arena import Arena
@@ -149,7 +149,7 @@ def _share_at(directory: Path, save_id: SaveId, process: int) -> _Share | None:
         slot_bytes = (directory / manifest.slot).lstat().st_size
         if (manifest.save_id, manifest.writer.process) != (save_id, process) or _identity(path) != identity:
             return None
-    except (OSError, ValueError, CorruptCheckpointError):  # another tier may have it whole
+    except (OSError, ValueError, CheckpointError):  # another tier may have it whole
         return None
     extents = sorted(_extents(manifest))
     return _Share(

@@ -16,7 +16,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, NewerFormatError
 from ckptkit.model.digests import digest_of
 
 DISK_BYTES = 256 << 20
@@ -113,6 +113,6 @@ def bounded(canary: Path | None = None) -> Iterator[None]:
 def refused(parse: Callable[[], Any]) -> bool:
     try:
         parse()
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, NewerFormatError):
         return True
     return False

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, NewerFormatError
 from ckptkit.model.boxes import Box, cell_shape, cells_of
 from ckptkit.model.cells import cell_ranges, copy_proven
 from ckptkit.model.digests import digest_of
@@ -192,8 +192,9 @@ def test_wrong_digest_is_reported_with_the_file() -> None:
 
 def test_another_format_is_refused_by_number() -> None:
     """If it failed, a newer release's manifest would be misread by this one."""
-    with pytest.raises(CorruptCheckpointError, match=r"^manifest x has format 4, this version reads formats 1 to 3$"):
-        Manifest.from_bytes(signed({**body_of(small_manifest()), "format": 4}), path="x")
+    for kind, number in ((NewerFormatError, 4), (CorruptCheckpointError, -1)):
+        with pytest.raises(kind, match=rf"x has format {number}, .*this version reads formats 1 to 3"):
+            Manifest.from_bytes(signed({**body_of(small_manifest()), "format": number}), path="x")
 
 
 def test_format_1_is_read() -> None:

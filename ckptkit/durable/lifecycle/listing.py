@@ -48,7 +48,7 @@ from ckptkit.durable.lifecycle.step_records import (
     sidecars_lost,
 )
 from ckptkit.durable.sidecars import incomplete, of_one_save, wrong_step
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, NewerFormatError
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store
@@ -377,8 +377,11 @@ def _durable_step(place: Place, step: int, ancestry: Ancestry) -> list[DurableSt
 
 
 def _recorded(place: Place, step: int, items: Mapping[str, ItemKind | None], ancestry: Ancestry) -> DurableStep:
-    """Which save a step is: one sidecar of each item names it, or the mark, or Orbax's metadata."""
-    identity, shares, problem = marked_in(place), None, None
+    """Which save a step is: one sidecar of each item names it, or the mark, or Orbax's metadata.
+
+    Raises `NewerFormatError` where only a sidecar names it that this version cannot read.
+    """
+    identity, shares, problem, newer = marked_in(place), None, None, None
     identity = identity if identity is not None and identity.step == step else None
     lost = [why for name in items if (why := sidecars_lost(_item(place, name))) is not None]
     for name in items:
@@ -386,13 +389,18 @@ def _recorded(place: Place, step: int, items: Mapping[str, ItemKind | None], anc
         processes = sidecar_processes(item)
         if not processes:
             continue
-        identity, shares, why = _of_sidecars(item, processes, step)
-        problem = why or problem
+        try:
+            identity, shares, why = _of_sidecars(item, processes, step)
+            problem = why or problem
+        except NewerFormatError as error:
+            newer = error
     if lost:
         problem = problem or lost[0]
     if not items:
         problem = problem or f"step {step} in {place.url}: it holds no item"
     identity, at_s = _of_metadata(place, identity)
+    if identity is None and newer is not None:
+        raise newer
     if identity is not None and "" not in items:
         problem = problem or items_missing(place, ours=True)
     found = ancestry.identity(step, identity)

@@ -1,0 +1,48 @@
+"""Files of a newer version of ckptkit are not damaged for an older one: its error names them, and nothing changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import ckptkit
+from ckptkit.errors import NewerFormatError
+from ckptkit.inspection import list_steps
+from ckptkit.model.digests import digest_of
+from ckptkit.model.manifest import FORMAT
+from tests.cli.conftest import Run
+from tests.states import abstract, make_state, restore_args
+from tests.verification.conftest import HOST, Job
+from tests.verification.test_scrub import content
+
+WHERE = {"slots": ["ram", "ssd"], "ramdisk": ["ram"], "steps": ["root"], "everywhere": ["ram", "ssd", "root"]}
+
+
+def make_newer(path: Path) -> None:
+    body = {**json.loads(path.read_bytes())["manifest"], "format": FORMAT + 1, "more": "than this version knows"}
+    text = json.dumps(body, separators=(",", ":"), sort_keys=True)
+    path.write_text(f'{{"digest":"{digest_of(text.encode())}","manifest":{text}}}')
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_files_of_a_newer_version_are_neither_damage_nor_touched(job: Job, ckpt: Run, where: str) -> None:
+    """After a downgrade a restart took an older step, and a repair moved the newer ones to the quarantine."""
+    for name in WHERE[where]:
+        for path in [*(job.home / name).rglob("step-*.json"), *(job.home / name).rglob("process-*.json")]:
+            make_newer(path)
+    before = content(job.home)
+    said = f"has format {FORMAT + 1}, of a newer ckptkit, and this version reads"
+    make = job.manager if where != "steps" else lambda: ckptkit.CheckpointManager(job.root)  # else a tier has it all
+    with pytest.raises(NewerFormatError, match=said), make() as manager:
+        manager.restore(None, args=restore_args(abstract(make_state(0))))
+    shown = ckpt("scrub", job.root, "--repair", "--host-id", HOST)
+    assert "damaged" not in shown.err
+    assert "put aside" not in shown.out
+    assert content(job.home) == before
+    if where == "steps":
+        found = ckptkit.verify(str(job.root))
+        assert [(proof.state, len(proof.unread)) for proof in found.steps] == [("unproven", 1)] * 2
+        assert ckpt("verify", job.root).code == 13
+        assert [each.step for each in list_steps(str(job.root), host_id=HOST).steps] == [0, 1]
