@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -107,7 +107,7 @@ def contenders() -> list[str]:
     return [*OURS, *(name for name in available() if name not in ("ckptkit", "limit"))]
 
 
-def figures(samples: list[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+def figures(samples: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """One value of each process for each of FIGURES: of the later saves the median."""
     return {
         figure: [scale * (each[part][0] if first == 0 else median(each[part][first:])) for each in samples]
