@@ -66,12 +66,14 @@ def worker(who: str, gigabytes: str, home: str) -> None:
     state = jax.block_until_ready(changed({f"w{number:02}": leaf() for number in range(LEAVES)}))
     abstract = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding), state)
     contender = _contender(who, Path(home))
+    expected: Any = None
     found: dict[str, list[float]] = {"save_s": [], "step_s": [], "committed_s": []}
     if who == "ckptkit_prepared":
         contender.prepare(abstract)
     for step in range(1, SAVES + 1):
         settle()
-        expected = jax.block_until_ready(marks(state)) if step == SAVES else None
+        if step == SAVES:
+            expected = jax.block_until_ready(marks(state))
         began_s = now_s()
         contender.save(step, state)
         saved_s = now_s()
