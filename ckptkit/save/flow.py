@@ -47,8 +47,8 @@ from ckptkit.save.tiers import DurableTier, SlotTier, SlowerTier
 from ckptkit.util import clock, heartbeat, unproven
 from ckptkit.util.clock import Deadline
 from ckptkit.util.gc_pause import collection_paused
-from ckptkit.util.words import size_text
 
+_STAGES_S = 60.0  # for the thread that makes slots: a call that is interrupted does not end its hold
 _SAID_AFTER_S = 1.0  # of waiting for earlier saves, as Orbax logs it
 
 _log = logging.getLogger("ckptkit")
@@ -115,6 +115,7 @@ class SaveFlow:
         yield Onto(self._threads.stager)  # while the caller waits: Ctrl-C ends its wait, and never a copy
         try:
             self._receive(save)
+            self._maker.hold(_STAGES_S, by=save.name)
             yield from self._slots.take_slot(save, in_flight=self._threads.in_flight)
             yield from self._slots.stage(save)
             self._report_staged(save)
@@ -332,12 +333,6 @@ class SaveFlow:
             **({"tree_bytes": save.description.tree_bytes} if DURABLE in save.due else {}),
             **({"policy": "wait"} if save.was_busy else {}),
         )
-        if save.is_held:
-            self._maker.hold(by=save.name)
-            size, new = size_text(save.description.slot_bytes), "0.2 to 4 s for each GB"
-            _log.info(
-                "step %d is held, and committed once its slot of %s is made (new memory: %s)", save.step, size, new
-            )
         self._maker.reserve(save.description.slot_bytes)  # the other slots: the next saves find them made
 
     def _hand_over(self, save: Save) -> None:

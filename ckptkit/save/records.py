@@ -109,9 +109,8 @@ class Save:
     refusal: Refusal | None = None
     slot: Slot | None = None
     staging: staging.Staging = field(init=False)
-    is_held: bool = False  # the slot is still to be made: the staging holds the arrays until then
     local_replicas: tuple[LocalReplica, ...] = ()  # the local copies that are digested in addition to the stored one
-    staged_s: float = 0.0  # when `save` returned to the step loop, or the slot of a held save was made (monotonic)
+    staged_s: float = 0.0  # when `save` returned to the step loop (monotonic)
     disk_copy: DiskCopy | None = None  # None where the disk was busy when the save began, or is not due
     disk_takes_it: Promise[bool] = field(default_factory=Promise)  # as the vote in the first tier decided
 

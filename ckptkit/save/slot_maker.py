@@ -72,7 +72,7 @@ class SlotMaker:
 
         def reserve(arena: Arena, tier: str) -> None:
             try:
-                arena.reserve(slot_bytes, self._wait_for_turn)
+                arena.reserve(slot_bytes, self._turn)
             except (CheckpointError, OSError) as error:
                 self._outcomes.degraded(None, tier, error)
 
@@ -85,8 +85,8 @@ class SlotMaker:
     def hold(self, limit_s: float | None = None, *, by: str = _RESTORE) -> None:
         """The thread stops between two pieces of its work until `go_on` of the same name, for `limit_s` at most.
 
-        A restore, and the first step after it, need the processors and memory for themselves; so does a save that
-        makes its own slot. To fault in slots of 4.5 GB took a quarter of the processor time from a loss to the next
+        A restore, and the first step after it, need the processors and memory for themselves; so does a save while the
+        step loop waits for it. To fault in slots of 4.5 GB took a quarter of the processor time from a loss to the next
         step (bench/LOG.md, 2026-11-23).
         """
         self._holds[by] = None if limit_s is None else Deadline(limit_s)
@@ -107,12 +107,18 @@ class SlotMaker:
         self.go_on()
         return self._worker.close(timeout_s)
 
-    def _wait_for_turn(self) -> None:
-        while not self._may_work():
-            self._notice.wait_for(self._may_work, _LOOK_S)
+    def _turn(self, within: bool) -> bool:
+        """Waits while a restore or a save holds the thread. False within a slot that a save may wait for: its pages are
+        faulted in by the save, or by the next `reserve`."""
+        if within and self._held_by() - {_RESTORE}:
+            self._prepared_bytes = 0
+            return False
+        while self._held_by():
+            self._notice.wait_for(lambda: not self._held_by(), _LOOK_S)
+        return True
 
-    def _may_work(self) -> bool:
-        return all(limit is not None and limit.passed for limit in tuple(self._holds.values()))
+    def _held_by(self) -> set[str]:
+        return {by for by, limit in tuple(self._holds.items()) if limit is None or not limit.passed}
 
     @property
     def _crowded(self) -> bool:

@@ -183,5 +183,4 @@ def machinery(coordinator: Coordinator, stager: Stager) -> Machinery:
         make_worker=partial(Worker, coordinator=coordinator),
         make_disk_copy=DiskCopy,
         begin_staging=stager.begin,
-        may_hold=stager.may_hold,
     )

@@ -26,7 +26,6 @@ from ckptkit.save.book.outcomes import Outcomes, describe
 from ckptkit.save.circuit_breaker import DurableRetry
 from ckptkit.save.records import PeerCopies, Refusal, Save, SaveTargets
 from ckptkit.slots.arena import Arena
-from ckptkit.snapshot.copying import Copied
 from ckptkit.snapshot.describe import Digests
 from ckptkit.snapshot.items import array_items
 from ckptkit.util import clock
@@ -57,8 +56,7 @@ class SlotTier(SaveTier):
         super().__init__(targets.staging_name, "commit")
         self._targets, self._arena = targets, targets.staging
         self._branch, self._outcomes, self._claim, self._replicas = branch, outcomes, claim, replicas
-        self._options = options
-        self._begin_staging, self._may_hold = machinery.begin_staging, machinery.may_hold
+        self._options, self._begin_staging = options, machinery.begin_staging
         self._pace = targets.durable.pace  # the durable tier lets a save pass until its first commit
         self._timeout_s = timeout_s
         self._newest = 0.0  # the order of the newest save that came here
@@ -87,9 +85,7 @@ class SlotTier(SaveTier):
     def _acquire(self, save: Save) -> SaveProtocol:
         size_bytes, waiting_s = save.description.slot_bytes, clock.monotonic_s()
         try:
-            later = partial(self._may_hold, self._options.staging, save.description)
-            acquire = partial(self._arena.acquire, size_bytes, timeout_s=save.deadline.left_s, later=later)
-            save.slot = yield Do("take a slot", acquire)
+            save.slot = yield Do("take a slot", lambda: self._arena.acquire(size_bytes, timeout_s=save.deadline.left_s))
         except StoreFullError as error:
             self._outcomes.no_room(save.save_id, self.name, error, save.due)
             save.refusal = Refusal(policy="veto", reason=describe(error))
@@ -104,33 +100,26 @@ class SlotTier(SaveTier):
             save.waited_s += clock.monotonic_s() - waiting_s
 
     def stage(self, save: Save) -> SaveProtocol:
-        """Copies the state into the slot, as far as the strategy has to before the caller may donate it. Where no slot
-        is made yet the arrays are held until `finish_staging` has made it."""
+        """Copies the state into the slot, as far as the strategy has to before the caller may donate it."""
         slot, trees = save.slot, save.items.trees
         if slot is None:
             return
         self._pace.begin_urgent(save.name)
         try:
-            save.is_held = not self._arena.is_made(slot, save.description.slot_bytes)
-            copied = None if save.is_held else self._begin_early(save)
+            for tier in self.slower:
+                tier.begin_early(save)
+            copied = save.disk_copy.filled if save.disk_copy is not None else None
             save.local_replicas, compared = self._replicas.shards(save.description, trees)
-            memory = None if save.is_held else slot.memory
-            begin = partial(self._begin_staging, self._options.staging, save.description, trees, memory)
+            begin = partial(self._begin_staging, self._options.staging, save.description, trees, slot.memory)
             with save.loan.reading(), collection_paused():
                 save.staging = yield Do("stage", lambda: begin(copied, compared))
                 if save.loan.withdrawn:
-                    save.staging.finish(memory, copied)  # gives back the memory of its transfers
+                    save.staging.finish()  # gives back the memory of its transfers
         except BaseException:  # a deleted array, for example: the caller raises it, the slot is free again
             save.slot = None
             self._arena.release(slot)
             self.end(save)
             raise
-
-    def _begin_early(self, save: Save) -> Copied | None:
-        """Slower tiers begin to copy while the slot is filled; who is told which bytes are."""
-        for tier in self.slower:
-            tier.begin_early(save)
-        return save.disk_copy.filled if save.disk_copy is not None else None
 
     def hold(self, save: Save) -> None:
         """The slot stays as it is until `end`: the slower tiers will read it."""
@@ -176,34 +165,10 @@ class SlotTier(SaveTier):
         if save.slot is None:
             return
         try:
-            copied = None
-            if save.is_held:
-                yield from self._make_slot(save)
-                copied = self._begin_early(save)
-            memory = save.slot.memory
-            save.digests = yield Do("finish staging", lambda: save.staging.finish(memory, copied))
+            save.digests = yield Do("finish staging", save.staging.finish)
             self._outcomes.phase(save.save_id, "staged", self.name)
         except Exception as error:  # noqa: BLE001  raised in `copy`, and voted on
             save.failure = error
-            if save.is_held:
-                save.staging.finish(None, None)  # the arrays go now
-
-    def _make_slot(self, save: Save) -> SaveProtocol:
-        """Makes the slot of a held save; takes another slot where this one has no room any more."""
-        slot, size_bytes = save.slot, save.description.slot_bytes
-        assert slot is not None
-        try:
-            yield Do("make the slot", lambda: self._arena.make(slot, size_bytes, self._outcomes.under_way.advance))
-        except StoreFullError:
-            acquire = partial(self._arena.acquire, size_bytes)  # no wait: the thread that makes slots is held meanwhile
-            if (other := (yield Do("take another slot", acquire))) is None:
-                raise
-            save.let_go(self.name, self._arena)
-            self._arena.release(slot)
-            save.slot = other
-            self.hold(save)
-        save.is_held = False
-        save.staged_s = clock.monotonic_s()  # the commit takes as long from here as for other saves
 
     def compare(self, save: Save) -> SaveProtocol:
         """Compares replicas before the commit, where a difference refuses the save: a job that ends after the commit
@@ -267,8 +232,8 @@ class SlotTier(SaveTier):
         self._outcomes.committed(save, self.name, self._arena)
 
     def drop(self, save: Save) -> None:
-        """The slot holds nothing any more; one that was not made still has an older save."""
-        if save.slot is not None and not save.is_held:
+        """The slot holds nothing any more."""
+        if save.slot is not None:
             self._arena.discard(save.slot)
 
     def release(self, save: Save) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -36,6 +37,7 @@ from ckptkit.util.disk_file import Method
 ALL = "committed by all"
 _CROWD_WAIT_S = 5.0  # of a first save, for another process of the host that removes what a job of another size left
 _CROWD_LOOK_S = 0.02
+_TOUCH_S = 1.0  # of a save whose last free slot is being made: `reserve` leaves it between two pieces
 
 
 @final
@@ -64,6 +66,7 @@ class Arena:
         self._lock_fd = lock_fd
         self._changed = threading.Condition()
         self._slots = [Slot(paths.slot_name(i), np.empty(0, np.uint8)) for i in range(slots)]
+        self._touched: Slot | None = None  # leased by `reserve`
         self._files = SlotFiles(directory, synced=synced)
         self.on_lost: Callable[[CheckpointError], None] = lambda error: None  # told what `acquire` made anew
         self._protected: dict[str, frozenset[SaveId]] = {}  # by the reason
@@ -121,28 +124,29 @@ class Arena:
             with self._changed:
                 self._adopted.take(self.directory.parent)
 
-    def reserve(self, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
+    def reserve(self, size_bytes: int, turn: Callable[[bool], bool] = lambda within: True) -> None:
         """Makes every free slot at least `size_bytes` large and faults its pages in; for a background thread.
 
         Costs a first touch of that memory, 0.3 to 5 GB/s, which a save would otherwise pay. A slot is leased while
         it is made; one that holds a save keeps it and is only mapped. Raises `StoreFullError` with the bytes needed
         and free; slots that were made before it stay. On a disk, new slots are written once with zeros, and the first
-        one that is empty shows which method is faster. `turn` is called between pieces of the work, and may wait.
+        one that is empty shows which method is faster. `turn` is called between pieces of the work, and may wait; it
+        is told whether it is within a slot, which is left as it is where it returns False: a save may wait for it.
         """
         for made, slot in enumerate(self._slots):
             if self.crowded and made:
                 return  # to be called again
-            turn()
+            turn(False)
             with self._changed:
                 would_lose = slot.save_id is not None and self._files.allocated_bytes(slot) < size_bytes
                 if slot.leases or slot not in self._slots or would_lose:
                     continue
-                slot.leases = 1
+                slot.leases, self._touched = 1, slot
             try:
-                self._grow(slot, size_bytes, turn)
-                if self.synced and slot.save_id is None:
-                    self._files.warm_up(slot)
+                self._grow(slot, size_bytes)
+                self._files.touch(slot, partial(turn, True))
             finally:
+                self._touched = None
                 self.release(slot)
 
     def missing_bytes(self, size_bytes: int) -> int:
@@ -169,14 +173,12 @@ class Arena:
             needs += f", and {transfer_bytes} for transfers from devices"
             self._room.refuse_beyond(host_room, missing_bytes + transfer_bytes, needs)
 
-    def acquire(
-        self, size_bytes: int, *, timeout_s: float = 0.0, later: Callable[[], bool] = lambda: False
-    ) -> Slot | None:
+    def acquire(self, size_bytes: int, *, timeout_s: float = 0.0) -> Slot | None:
         """A leased slot of at least `size_bytes` to write, its old manifest gone; None when all are in use.
 
-        Waits up to `timeout_s` for a lease to end. Prefers empty slots, then the one with the oldest save; a slot
-        without room is skipped, and raises `StoreFullError` only if no other is available. One that is not
-        made yet, or is smaller, and that may be made `later` only has room, and is left as it is: `make` makes it.
+        Waits up to `timeout_s` for a lease to end, and for one of `reserve` a second at least. Prefers empty slots,
+        then the one with the oldest save; a slot without room is skipped, and raises `StoreFullError` only if no other
+        is available.
         """
         deadline = Deadline(timeout_s)
         full: dict[str, StoreFullError] = {}
@@ -189,7 +191,8 @@ class Arena:
 
         while True:
             with self._changed:
-                self._changed.wait_for(settled, deadline.left_s)
+                least_s = 0.0 if self._touched is None else _TOUCH_S
+                self._changed.wait_for(settled, max(least_s, deadline.left_s))
                 slot = self._reusable(full)
                 if slot is None and full:
                     raise next(iter(full.values()))
@@ -198,10 +201,8 @@ class Arena:
                 slot.leases = 1
             try:
                 self._renew(slot)
-                if not self.is_made(slot, size_bytes) and later():
-                    self._refuse_growth(slot, size_bytes)
-                else:
-                    self.make(slot, size_bytes)
+                self._grow(slot, size_bytes)  # before its save is forgotten: what cannot grow keeps what it has
+                self._forget(slot)
             except StoreFullError as error:
                 self.release(slot)
                 if self.crowded and not crowd.passed:
@@ -213,16 +214,6 @@ class Arena:
                 raise
             else:
                 return slot
-
-    def is_made(self, slot: Slot, size_bytes: int) -> bool:
-        """Whether a slot can be written up to `size_bytes`."""
-        return slot.memory.nbytes >= file_bytes(size_bytes)
-
-    def make(self, slot: Slot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
-        """Makes a leased slot at least `size_bytes` large, and forgets what it held. Cost, errors and `turn` as
-        `reserve`."""
-        self._grow(slot, size_bytes, turn)  # before its save is forgotten: what cannot grow keeps what it has
-        self._forget(slot)
 
     def write(self, slot: Slot, source: np.ndarray, start: int) -> None:
         """Overwrites a leased slot on a disk from byte `start` (of a page) with flat, page-aligned bytes.
@@ -442,17 +433,14 @@ class Arena:
     def _reusable(self, passed_over: Collection[str] = ()) -> Slot | None:
         return reusable([slot for slot in self._slots if slot.name not in passed_over], self.protected)
 
-    def _grow(self, slot: Slot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
-        if not self.is_made(slot, size_bytes):
-            self._refuse_growth(slot, size_bytes)
-            self._files.make(slot, file_bytes(size_bytes), turn)
-
-    def _refuse_growth(self, slot: Slot, size_bytes: int) -> None:
-        """Raises `StoreFullError` without room. Asked first: to find out by filling a ramdisk takes as long as filling
-        it."""
+    def _grow(self, slot: Slot, size_bytes: int) -> None:
         size_bytes = file_bytes(size_bytes)
+        if slot.memory.nbytes >= size_bytes:
+            return
+        # Asked first: to find out by filling a ramdisk takes as long as filling it.
         room, missing_bytes = self._room.narrowest(), size_bytes - self._files.allocated_bytes(slot)
         self._room.refuse_beyond(room, missing_bytes, f"slot {self._room.name}/{slot.name} needs {size_bytes} bytes")
+        self._files.make(slot, size_bytes)
 
     def _forget(self, slot: Slot) -> None:
         if slot.save_id is not None and self._store is not None and self._newest is not None:

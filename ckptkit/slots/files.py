@@ -93,9 +93,10 @@ class SlotFiles:
         if self._directory is not None:
             self._made[paths.LOCK_NAME] = identity_of(self._directory / paths.LOCK_NAME)
 
-    def make(self, slot: Slot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
+    def make(self, slot: Slot, size_bytes: int) -> None:
         """Makes or grows the memory of a slot, in whole pages; what its file holds stays, and is not known any more.
-        Raises `StoreFullError` if the mount has no room for it."""
+        Raises `StoreFullError` if the mount has no room for it. Cost: 0.1 s for each GB; pages are faulted in by the
+        first copy, or by `touch`."""
         slot.memory, slot.contents = np.empty(0, np.uint8), UNKNOWN
         if self._synced and self._directory is not None:
             self.unmap(slot)
@@ -111,10 +112,16 @@ class SlotFiles:
             self._made[slot.name] = identity_of(self._directory / slot.name)
         self._maps[slot.name] = mapping
         slot.memory = np.frombuffer(mapping, np.uint8)
-        populate(slot.memory, turn)  # an old kernel cannot: pages are faulted in by the first copy then
 
-    def warm_up(self, slot: Slot) -> None:
-        """Writes a new file of a disk once, and finds the faster method with the first. The slot holds no save."""
+    def touch(self, slot: Slot, go_on: Callable[[], bool]) -> None:
+        """Faults in the pages of a slot in memory, and writes a new file of a disk once, which finds the faster method
+        with the first; such a slot holds no save. `go_on`: see `populate`."""
+        if slot.name in self._maps:
+            populate(slot.memory, go_on)  # an old kernel cannot
+        elif slot.name in self._files and slot.save_id is None:
+            self._warm_up(slot)
+
+    def _warm_up(self, slot: Slot) -> None:
         slot.contents, file = UNKNOWN, self._files[slot.name]
         if file.is_new:
             file.fill()

@@ -31,7 +31,7 @@ class HostMemory:
     """The host memory of one process's snapshots: at most `bytes_max`, and what its control groups leave.
 
     Control groups of both versions are asked from the process's own up to the mount's root; what they could reclaim
-    at once (clean file pages) counts as free, memory-backed files do not. `proc`, `groups` and `host` are for tests.
+    at once (clean file pages) counts as free, memory-backed files do not. `proc` and `groups` are for tests.
     """
 
     def __init__(
@@ -40,12 +40,10 @@ class HostMemory:
         *,
         proc: Path = Path("/proc/self/cgroup"),
         groups: Path = Path("/sys/fs/cgroup"),
-        host: Path = Path("/proc/meminfo"),
     ):
         self._bytes_max = bytes_max
         self._proc = proc
         self._groups = groups
-        self._host = host
         self._takers: list[Callable[[], int]] = []
 
     def add_taker(self, taken_bytes: Callable[[], int]) -> None:
@@ -70,14 +68,6 @@ class HostMemory:
                 Room(free_bytes=left, where=f"under host_bytes_max={self._bytes_max}", more="raise host_bytes_max")
             )
         return rooms
-
-    def free_bytes(self) -> int:
-        """The bytes that this process may still take: of its host, its control groups and the setting."""
-        limits = [room.free_bytes for room in self.rooms(self.taken_bytes)]
-        with suppress(OSError):
-            words = [line.split() for line in self._host.read_text().splitlines()]
-            limits += [int(each[1]) << 10 for each in words if each[0] == "MemAvailable:"]
-        return min(limits, default=0)
 
     def _group_frees(self) -> Iterator[tuple[Path, int]]:
         try:

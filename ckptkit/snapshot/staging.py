@@ -6,7 +6,6 @@
 | block | the same, through a transfer from the device | nothing | at once |
 | device_copy | dispatch of a copy on the device | transfer of the copy | at once |
 | pinned_host | dispatch of a transfer to pinned host memory | the copy into the slot | after the transfer |
-| held | nothing | the slot is made, and the copy into it | at once, into new memory |
 
 Host arrays are copied on the step loop by every strategy: their owner may change them. No strategy launches a program,
 so none depends on the mesh in context and none compiles.
@@ -25,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -35,29 +34,22 @@ from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot.copying import Copied, copy_shards, transfer_bytes
 from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
-from ckptkit.snapshot.shards import PINNED, Held, Shard, has_pinned, held_arrays, unless_full, unusual_kind
+from ckptkit.snapshot.shards import PINNED, Held, Shard, has_pinned, held_arrays, unless_full
 from ckptkit.util import clock
-from ckptkit.util.sharing import host_processes
 
 GROUP_BYTES = 256 << 20  # are staged alike
-_SMALL_BYTES = 64 << 10
 _Group = Sequence[Held]
-
-
-def _nobody(start: int, stop: int, digest: str) -> None:
-    """Is told of copied bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """A state that is being copied into a slot. `finish`, given the slot's memory and who is told of copied bytes as
-    `Stager.begin` is, copies the rest, once, releases the arrays, and returns the digests of every box by its number.
-    `computing_s`: seconds until the arrays were computed, which are the step's own.
+    """A state that is being copied into a slot. `finish` copies the rest, once, releases the arrays, and returns the
+    digests of every box by its number. `computing_s`: seconds until the arrays were computed, which are the step's own.
     """
 
-    strategy: Strategy | Literal["held"]  # of most of the bytes
+    strategy: Strategy  # of most of the bytes
     reason: str
-    finish: Callable[..., dict[int, Digests]]  # (memory, copied)
+    finish: Callable[[], dict[int, Digests]]
     computing_s: float = 0.0
 
 
@@ -82,28 +74,24 @@ class Stager:
         self._host_bytes = 0  # of copies that are not dropped yet, and of windows in use
         self._host.add_taker(lambda: self._host_bytes)
         self._counting = threading.RLock()
-        self._donated = False  # a step has donated arrays that were held
 
     def begin(
         self,
         choice: StagingChoice,
         description: Description,
         trees: Mapping[str, Any],
-        memory: np.ndarray | None,
+        memory: np.ndarray,
         copied: Copied | None = None,
         compared: Sequence[Held] = (),
     ) -> Staging:
         """Stages the state of one save by `choice`; returns once the caller may donate the state.
 
-        Without `memory`, where `may_hold`, the arrays are held until `finish` has it. `copied` is told, on any thread,
-        which bytes of `memory` are final. `compared` are arrays of the same state that are only digested
-        (`ckptkit.snapshot.replicas`), at the same moment as the others.
+        `copied` is told, on any thread, which bytes of `memory` are final. `compared` are arrays of the
+        same state that are only digested (`ckptkit.snapshot.replicas`), at the same moment as the others.
         """
         with jax.transfer_guard("allow"):  # a guard is for the caller's transfers
+            copy = partial(self._copy, memory=memory, copied=copied or (lambda start, stop, digest: None))
             held = [*held_arrays(description, trees), *compared]
-            if memory is None:
-                return self._hold(held, trees)
-            copy = partial(self._copy, memory=memory, copied=copied or _nobody)
             digests = copy([shard for each in held if not each.devices for shard in each.shards()])
             device = [each for each in held if each.devices]
             if choice == "auto" and not any(each.is_transferred for each in device):
@@ -114,47 +102,7 @@ class Stager:
                 strategy, reason = choice, "asked for"
             computing_s = _until_computed(device)
             digests |= copy(_shards(device))
-        return Staging(strategy=strategy, reason=reason, finish=lambda *_: digests, computing_s=computing_s)
-
-    def may_hold(self, choice: StagingChoice, description: Description) -> bool:
-        """Whether `begin` can do without a slot at first: with `auto`, for arrays of CPU devices, which no step
-        overwrites while NumPy has a view of them. (A caller that writes into memory which JAX took over from NumPy or
-        torch without a copy has to ask for `slot_copy`.) The next step that donates them takes new memory instead, as
-        the slot does: this host has to have room for both, and once a step was seen to do that nothing is held any
-        more.
-        """
-        if choice != "auto" or self._donated:
-            return False
-        sources = [source for item in description.items.values() for source in item]
-        copied_bytes = sum(source.record.held_bytes for source in sources if source.sharding is None)
-        if copied_bytes > GROUP_BYTES or any(extent.device is not None for extent in description.extents):
-            return False
-        if any(source.devices and unusual_kind(source.sharding, source.devices[0]) for source in sources):
-            return False
-        return self._host.free_bytes() >= 2 * description.slot_bytes * host_processes()
-
-    def _hold(self, held: Sequence[Held], trees: Mapping[str, Any]) -> Staging:
-        """Views of arrays of CPU devices; copies of the caller's own arrays of NumPy, and of small ones: a step that
-        donates these deletes them."""
-        leaves = [leaf for leaf in jax.tree.leaves(dict(trees)) if isinstance(leaf, jax.Array)]
-        arrays = [leaf for leaf in leaves if leaf.nbytes <= _SMALL_BYTES]
-        computing_s = _until_computed([each for each in held if each.devices])
-        views = [
-            (np.array(array, copy=None if each.devices and _nbytes(each) > _SMALL_BYTES else True), extent)
-            for each in held
-            for array, extent in each.shards()
-        ]
-
-        def finish(memory: np.ndarray | None, copied: Copied | None) -> dict[int, Digests]:
-            self._donated = self._donated or any(array.is_deleted() for array in arrays)
-            arrays.clear()
-            if memory is None:
-                views.clear()
-                return {}
-            with jax.transfer_guard("allow"):
-                return self._copy(views, memory, copied or _nobody)  # each view goes with its bytes
-
-        return Staging(strategy="held", reason="no slot is made yet", finish=finish, computing_s=computing_s)
+        return Staging(strategy=strategy, reason=reason, finish=lambda: digests, computing_s=computing_s)
 
     def _begin_groups(
         self,
@@ -176,7 +124,7 @@ class Stager:
             self._room.give_back(groups.on_device)
             self._count(-groups.pinned_bytes)
 
-        def finish(*_: Any) -> dict[int, Digests]:
+        def finish() -> dict[int, Digests]:
             try:
                 shards = [shard for held, array in copies for shard in held.shards(array)]
                 copies.clear()  # each is dropped with its shards

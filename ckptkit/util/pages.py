@@ -59,16 +59,17 @@ def advise_huge(start: int, size_bytes: int) -> None:
 
 
 def populate(
-    memory: np.ndarray, between: Callable[[], None] = lambda: None, at_once_bytes: int = _POPULATED_BYTES
+    memory: np.ndarray, between: Callable[[], bool] = lambda: True, at_once_bytes: int = _POPULATED_BYTES
 ) -> bool:
     """Faults in all pages of a flat, page-aligned mapping, keeping what they hold; False on a kernel that cannot.
 
-    Runs without the GIL, and lets others map memory in between; `between` is called there, and may wait. Cost of pages
-    touched for the first time: 0.2 to 4 s per GB.
+    Runs without the GIL, and lets others map memory in between; `between` is called there, may wait, and returns False
+    to leave the rest. Cost of pages touched for the first time: 0.2 to 4 s per GB.
     """
     start, stop = memory.ctypes.data, memory.ctypes.data + memory.nbytes
     for at in range(start, stop, at_once_bytes):
-        between()
+        if not between():
+            return False
         if _madvise(at, min(at_once_bytes, stop - at), _POPULATE_WRITE) != 0:
             return False
     return True

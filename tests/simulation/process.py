@@ -249,7 +249,6 @@ class SimProcess:
                 make_worker=lambda name, *, waiting_max: SimWorker(self, name),  # pyright: ignore[reportArgumentType]
                 make_disk_copy=SimDiskCopy,
                 begin_staging=self._begin_staging,
-                may_hold=lambda *_: True,
             ),
         )
         self.job.opened(self)
@@ -282,19 +281,13 @@ class SimProcess:
         arena.release(slot)
         yield PART_BYTES
 
-    def _begin_staging(self, choice: str, description: Any, trees: Any, memory: list[Any] | None, *_: Any) -> Any:
+    def _begin_staging(self, choice: str, description: Any, trees: Any, memory: list[Any], *_: Any) -> Any:
         del description
-        content = trees["content"]
-
-        def fill(memory: list[Any] | None, *_: Any) -> dict[Any, Any]:
-            for slot in self.arenas[RAM]._slots:
-                if slot.memory is memory:
-                    self.arenas[RAM].write(slot, content)
-            return {}
-
-        fill(memory)
-        finish = fill if memory is None else lambda *_: {}
-        return SimpleNamespace(strategy=choice, reason="simulated", finish=finish, computing_s=0.0)
+        memory[0] = trees["content"]
+        for slot in self.arenas[RAM]._slots:
+            if slot.memory is memory:
+                self.arenas[RAM].write(slot, trees["content"])
+        return SimpleNamespace(strategy=choice, reason="simulated", finish=dict, computing_s=0.0)
 
     def _save(self, step: int, due: frozenset[str], nonce: str, asks: bool) -> Any:
         """As `SavePipeline.entered` and `SavePipeline.save`."""

@@ -26,7 +26,6 @@ class SimSlot:
     save_id: SaveId | None = None
     leases: int = 0
     is_filled: bool = False
-    is_made: bool = False
 
 
 @final
@@ -84,10 +83,9 @@ class SimArena:
         """All leases together."""
         return sum(slot.leases for slot in self._slots)
 
-    def acquire(
-        self, size_bytes: int, *, timeout_s: float = 0.0, later: Callable[[], bool] = lambda: False
-    ) -> Iterator[Any]:
+    def acquire(self, size_bytes: int, *, timeout_s: float = 0.0) -> Iterator[Any]:
         """See `Arena.acquire`."""
+        del size_bytes
         yield self.until(self._free, timeout_s)
         slot = self._free()
         if slot is None:
@@ -96,21 +94,8 @@ class SimArena:
         if slot.save_id is not None and slot.save_id in self.protected:
             raise Violation(f"slot {slot.name} is written although save {slot.save_id} is protected")
         slot.leases, slot.is_filled = 1, False
-        if self.is_made(slot, size_bytes) or not later():
-            self.make(slot, size_bytes)
-        return slot
-
-    def is_made(self, slot: SimSlot, size_bytes: int) -> bool:
-        """See `Arena.is_made`: a slot of a run that has just begun is not."""
-        del size_bytes
-        return slot.is_made
-
-    def make(self, slot: SimSlot, size_bytes: int, turn: Callable[[], None] = lambda: None) -> None:
-        """See `Arena.make`."""
-        del size_bytes, turn
-        self._check()
-        slot.is_made = True
         self.discard(slot)
+        return slot
 
     def write(self, slot: SimSlot, content: Any) -> None:
         """Overwrites a leased slot."""

@@ -69,7 +69,7 @@ def test_event_reports_the_strategy_and_its_reason(tmp_path: Path) -> None:
             manager.save(1, args=ocp.args.StandardSave(make_state(1)))  # pyright: ignore[reportCallIssue]
     said = [event.fields for event in events if event.kind == ckptkit.Kind.STAGED]
     assert [(each["strategy"], each["reason"]) for each in said] == [
-        ("held", "no slot is made yet"),
+        ("slot_copy", "on the CPU backend one copy straight into the slot is the floor"),
         ("device_copy", "asked for"),
     ]
 

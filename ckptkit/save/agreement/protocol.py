@@ -203,4 +203,3 @@ class Machinery:
     make_worker: Workers
     make_disk_copy: Callable[..., Any]  # `DiskCopy`
     begin_staging: Callable[..., Any]  # `snapshot.staging.Stager.begin`
-    may_hold: Callable[..., bool]  # `snapshot.staging.Stager.may_hold`
