@@ -111,8 +111,8 @@ class SlotTier(SaveTier):
             copied = save.disk_copy.filled if save.disk_copy is not None else None
             save.local_replicas, compared = self._replicas.shards(save.description, trees)
             begin = partial(self._begin_staging, self._options.staging, save.description, trees, slot.memory)
-            with save.loan.reading(), collection_paused():
-                save.staging = yield Do("stage", lambda: begin(copied, compared))
+            with save.loan.reading():
+                save.staging = yield Do("stage", collection_paused()(partial(begin, copied, compared)))
                 if save.loan.withdrawn:
                     save.staging.finish()  # gives back the memory of its transfers
         except BaseException:  # a deleted array, for example: the caller raises it, the slot is free again

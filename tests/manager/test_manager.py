@@ -339,5 +339,5 @@ def test_events_are_complete_and_json(run: Run, tmp_path: Path) -> None:
         (ckptkit.Kind.COMMITTED, "durable"),
     }
     staged = next(event for event in events if event.kind == ckptkit.Kind.STAGED)
-    assert staged.fields["strategy"] == "held"
+    assert staged.fields["strategy"] == "slot_copy"
     assert staged.fields["stall_s"] > 0
