@@ -124,7 +124,7 @@ def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, 
     findings = (*looked.findings, *_with_sharers(place, looked, damaged))
     unread = _unread(looked, limits)
     unproven = _unproven(looked, unread)
-    if findings and _changes(place, before):
+    if (findings and _changes(place, before)) or (unread and identity_of(place.again()) != before):
         notes.append(f"{place.url}: the step was pruned or replaced while it was read")
         return []
     notes += looked.notes

@@ -57,9 +57,11 @@ def test_two_commands_at_once_harm_no_step(pairs: Pairs, first: str, second: str
     assert not failures, "\n".join(failures)
 
 
-def test_step_deleted_while_it_is_read_is_not_called_damaged(pairs: Pairs) -> None:
-    """A prune during a conversion would look like damage: exit code 11 for a sound run."""
-    failures = _failures(pairs, "convert", "prune", lambda numbers: numbers[:8])
+@pytest.mark.parametrize("first", ["convert", "verify"])
+def test_step_deleted_while_it_is_read_is_not_called_damaged(pairs: Pairs, first: str) -> None:
+    """A prune during a conversion would look like damage, or like a step that cannot be read: exit code 11 or 13 for a
+    sound run."""
+    failures = _failures(pairs, first, "prune", lambda numbers: [*numbers[:8], *_spread(numbers, 16)])
     assert not failures, "\n".join(failures)
 
 
