@@ -11,6 +11,7 @@ import click
 
 from bench.row import Range, Row, Source
 from bench.rows import RESULTS, by_figure_of, newest_results, rows_of
+from ckptkit.util.words import count_text
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- figures: `make figures` writes what is between these lines -->", "<!-- end of figures -->"
@@ -98,7 +99,7 @@ def _when(rows: Iterable[Row]) -> str:
     when = " to ".join(dict.fromkeys(days[:1] + days[-1:]))
     commits = {source.commit.rstrip("+") for source in sources if source.commit}
     inexact = sum(not source.exact for source in sources)
-    text = f"Measured {when}; in {len(sources)} runs of {len(commits)} commits"
+    text = f"Measured {when}; in {count_text(len(sources), 'run')} of {count_text(len(commits), 'commit')}"
     if inexact:
         text += f", results whose commit is dirty or was not stored: {inexact}"
     return f"{text}. [Date and commit of each row](bench/REPORT.md)."

@@ -144,7 +144,7 @@ class Arena:
                 slot.leases, self._touched = 1, slot
             try:
                 self._grow(slot, size_bytes)
-                self._files.touch(slot, partial(turn, True))
+                self._files.fault_in(slot, partial(turn, True))
             finally:
                 self._touched = None
                 self.release(slot)

@@ -96,7 +96,7 @@ class SlotFiles:
     def make(self, slot: Slot, size_bytes: int) -> None:
         """Makes or grows the memory of a slot, in whole pages; what its file holds stays, and is not known any more.
         Raises `StoreFullError` if the mount has no room for it. Cost: 0.1 s for each GB; pages are faulted in by the
-        first copy, or by `touch`."""
+        first copy, or by `fault_in`."""
         slot.memory, slot.contents = np.empty(0, np.uint8), UNKNOWN
         if self._synced and self._directory is not None:
             self.unmap(slot)
@@ -113,7 +113,7 @@ class SlotFiles:
         self._maps[slot.name] = mapping
         slot.memory = np.frombuffer(mapping, np.uint8)
 
-    def touch(self, slot: Slot, go_on: Callable[[], bool]) -> None:
+    def fault_in(self, slot: Slot, go_on: Callable[[], bool]) -> None:
         """Faults in the pages of a slot in memory, and writes a new file of a disk once, which finds the faster method
         with the first; such a slot holds no save. `go_on`: see `populate`."""
         if slot.name in self._maps:

@@ -155,7 +155,7 @@ def test_date_and_commit_of_each_section_are_shown() -> None:
     assert "- Measured 2026-01-01 at a commit that was not stored, load 0.5 (one@1).\n" in report(shown)
     assert "- Measured 2026-01-03 at abc1234, dirty (with changes that are in no commit), load 0.5" in report(shown)
     caption = readme_table([*shown[:1], replace(shown[1], benchmark="stall", figure="blocking_ms.in_flight")])
-    assert "Measured 2026-01-01 to 2026-01-03; runs: 2, commits: 1, results whose commit is dirty or" in caption
+    assert "Measured 2026-01-01 to 2026-01-03; in 2 runs of 1 commit, results whose commit is dirty or" in caption
 
 
 def test_torch_has_a_column_and_limits_are_never_beaten() -> None:

@@ -253,7 +253,7 @@ def _unread(action: str, answer: Answer, out: Path) -> str:
     if action.startswith("verify"):
         steps, sizes = json.loads(answer.out)["steps"], [*map(len, _wanted())]
         whole = [each for each in steps if each["cells"] >= len(sizes) and each["bytes"] >= sum(sizes)]
-        return "" if whole and {each["state"] for each in steps} <= set(_SEEN) else f"{steps}"
+        return "" if whole and {each["state"] for each in whole} <= set(_SEEN) else f"{steps}"
     if "npz" in action:
         with np.load(out / "dst.npz") as arrays:
             found = [arrays[name].tobytes() for name in arrays.files]
