@@ -86,8 +86,8 @@ else
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make campaign NAME=%-20s%s\n", $$1, $$2}' $(CAMPAIGNS)
 endif
 
-MINUTES ?= 210
-bench: setup ## Every benchmark within MINUTES (210), on a quiet machine; then the report
+MINUTES ?= 250
+bench: setup ## Every benchmark within MINUTES (250), on a quiet machine; then the report
 	$(BIN)/python -m bench all --minutes $(MINUTES)
 
 figures: setup ## bench/REPORT.md, its pictures and the README's table, from the newest results

@@ -118,7 +118,7 @@ def _run(entry: Entry, directory: Path, limit_s: float, more: Sequence[str]) -> 
 
 @click.command(context_settings={"max_content_width": 120})
 @click.option(
-    "--minutes", type=click.FloatRange(0.1), default=210.0, show_default=True, help="The budget, all together."
+    "--minutes", type=click.FloatRange(0.1), default=250.0, show_default=True, help="The budget, all together."
 )
 @click.option(
     "--only", type=click.Choice([entry.name for entry in ENTRIES]), multiple=True, help="Only it; repeatable."

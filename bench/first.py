@@ -24,7 +24,6 @@ from bench.measure import whole_process
 
 LEAVES: Final = 64
 SAVES: Final = 4  # of a process; those from the third on are the later ones
-TIMES_MAX: Final = 1.5  # a first save over a later one
 _ROWS: Final = 1000
 # A ramdisk alone; the same after `prepare`; the durable tier alone, on the same mount.
 OURS: Final = ("ckptkit", "ckptkit_prepared", "ckptkit_durable")

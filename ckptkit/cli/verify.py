@@ -63,7 +63,7 @@ def scrub(
     """Verify every copy of every save of ROOT on this host, and repair damaged ones from another copy of the same save.
 
     Only saves of ckptkit are repaired or put aside. A step that is pinned or in use is repaired, and never put aside.
-    Exit code 11 if damage is left, or was put aside.
+    Exit code 11 if damage is left, or was put aside; 13 if something was not read.
     """
     host = fast_tiers(tiers, host_id)
     with progress_line() as progress:
@@ -78,7 +78,7 @@ def scrub(
         )
     print_found(found, show_scrub, as_json)
     left = [str(finding) for finding in found.findings] if found.damaged else []
-    return exit_with([*found.problems, *left], found.failed)
+    return exit_with([*found.problems, *left], found.failed, found.unread)
 
 
 _TITLES = ("step", "state", "save", "cells", "bytes", "where", "why")

@@ -93,7 +93,7 @@ def outlook(
     found_in_root = read_root(place, ancestry)
     durable = {each.identity: each.place for each in found_in_root.steps if each.state == "committed"}
     notes = found_in_root.notes
-    tier_names = recorded_tiers(found_in_root) if tiers is None else {}
+    tier_names = (recorded_tiers(found_in_root) or {}) if tiers is None else {}
     given, tiers = tiers is not None, [*tier_names] if tiers is None else tiers
     unreadable: list[CorruptCheckpointError] = []  # saves of which it is not known what they hold
     unreadable += [

@@ -56,7 +56,7 @@ def list_steps(
     ancestry, problems = read_ancestry(place)
     found_in_root = read_root(place, ancestry, step_prefix=step_prefix)
     notes = found_in_root.notes
-    names = recorded_tiers(found_in_root) if tiers is None else {}
+    names = (recorded_tiers(found_in_root) or {}) if tiers is None else {}
     given, tiers = tiers is not None, [*names] if tiers is None else tiers
     shares: list[tuple[str, Share]] = []
     entries = [_durable_entry(step) for step in found_in_root.steps]
@@ -80,22 +80,22 @@ def list_steps(
     )
 
 
-def recorded_tiers(found: RootSteps) -> dict[str, str]:
+def recorded_tiers(found: RootSteps) -> dict[str, str] | None:
     """The fast tiers of the run that saved the newest durable step, by their directories, as far as they are here.
 
-    Of the newest one whose record can be read: damaged steps are looked for too. Empty where no step of ours records
-    any. Cost: a listing and a small read.
+    Of the newest one whose record can be read: damaged steps are looked for too. None where there is none, as for steps
+    of stock Orbax. Cost: a listing and a small read.
     """
-    saved = [step for step in found.steps if step.save_id is not None and step.state in ("committed", "damaged")]
+    saved = [step for step in found.steps if step.state == "damaged" or (step.save_id and step.state == "committed")]
     for step in sorted(saved, key=lambda step: step.identity, reverse=True):
-        with suppress(CheckpointError):
-            for name in step.place.directories():
-                item = step.place.below(name)
-                for process in sidecar_processes(item)[:1]:
+        for name in step.place.directories():
+            item = step.place.below(name)
+            for process in sidecar_processes(item):
+                with suppress(CheckpointError):
                     record = read_sidecar(item, process, extent="head")
                     if record is not None:
                         return {path: name for path, name in places_in(record).items() if os.path.isdir(path)}
-    return {}
+    return None
 
 
 def places_in(manifest: Manifest) -> dict[str, str]:
@@ -134,31 +134,25 @@ def _durable_entry(found: DurableStep) -> StepEntry:
 def shares_by_tier(
     tiers: Iterable[str], url: str, host_id: str, notes: list[str], *, are_given: bool
 ) -> Iterator[tuple[str, list[Share], list[CorruptCheckpointError]]]:
-    """The saves that this host's processes hold in each tier for jobs with root `url`, of any name. See
-    `slots_by_tier`."""
-    for tier, directories in slots_by_tier(tiers, url, host_id, notes, are_given=are_given):
+    """The saves that this host's processes hold in each tier for jobs with root `url`, of any name.
+
+    A tier that was not given, and may not be read, is left out with a note: the slots of a job are private to its user.
+    One that was not given, and has nothing of the root, gets no note: many hosts have a directory of that name.
+    """
+    for tier in tiers:
         shares: list[Share] = []
         damaged: list[CorruptCheckpointError] = []
-        for directory in directories:
-            found, bad = read_shares(directory)
-            shares += found
-            damaged += bad
-        yield tier, shares, damaged
-
-
-def slots_by_tier(
-    tiers: Iterable[str], url: str, host_id: str, notes: list[str], *, are_given: bool
-) -> Iterator[tuple[str, list[Path]]]:
-    """Each tier with its result of `slots_of_root`. One that was not given, and may not be read, is left out with a
-    note: the slots of a job are private to its user. One that was not given, and has nothing of the root, gets no note:
-    many hosts have a directory of that name."""
-    for tier in tiers:
         try:
-            yield tier, slots_of_root(tier, url, host_id, notes, are_given=are_given)
+            for directory in slots_of_root(tier, url, host_id, notes, are_given=are_given):
+                found, bad = read_shares(directory)
+                shares += found
+                damaged += bad
         except StoreError as error:
             if are_given:
                 raise
             notes.append(f"{tier} is left out: {error}")
+            continue
+        yield tier, shares, damaged
 
 
 def slots_of_root(tier: str, url: str, host_id: str, notes: list[str], *, are_given: bool) -> list[Path]:

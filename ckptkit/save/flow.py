@@ -48,7 +48,6 @@ from ckptkit.util import clock, heartbeat, unproven
 from ckptkit.util.clock import Deadline
 from ckptkit.util.gc_pause import collection_paused
 
-_STAGES_S = 60.0  # for the thread that makes slots: a call that is interrupted does not end its hold
 _SAID_AFTER_S = 1.0  # of waiting for earlier saves, as Orbax logs it
 
 _log = logging.getLogger("ckptkit")
@@ -115,9 +114,9 @@ class SaveFlow:
         yield Onto(self._threads.stager)  # while the caller waits: Ctrl-C ends its wait, and never a copy
         try:
             self._receive(save)
-            self._maker.hold(_STAGES_S, by=save.name)
-            yield from self._slots.take_slot(save, in_flight=self._threads.in_flight)
-            yield from self._slots.stage(save)
+            with self._maker.held_by(save.name):
+                yield from self._slots.take_slot(save, in_flight=self._threads.in_flight)
+                yield from self._slots.stage(save)
             self._report_staged(save)
         except GeneratorExit:
             raise
@@ -129,7 +128,6 @@ class SaveFlow:
         try:  # seal: each of these three catches what fails in it, and the vote refuses the save
             yield from self._slots.identify_first(save)
             yield from self._slots.finish_staging(save)  # from our copy on the device, where that was made
-            self._maker.go_on(save.name)
             yield from self._slots.compare(save)
             verdict = yield from self._voting.run(self._slots, save, refusal=save.refusal)  # copy, vote, keep or drop
             for tier in self._taken_by(save, verdict):
@@ -349,7 +347,6 @@ class SaveFlow:
 
     def _end(self, save: Save) -> None:
         """The first tier is done with the save."""
-        self._maker.go_on(save.name)
         self._slots.end(save)
         self._threads.count(-(save.slot is not None))
 

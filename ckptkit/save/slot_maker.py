@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import final
 
 from ckptkit.errors import CheckpointError
@@ -21,7 +23,7 @@ _JOBS_MAX = 1000  # a paused thread must not stop who asks for more
 
 @final
 class SlotMaker:
-    """Owner of the thread that makes the slots of every fast tier. Belongs to the step loop's thread."""
+    """Owner of the thread that makes the slots of every fast tier."""
 
     def __init__(self, tiers: SaveTargets, retention: Retention, outcomes: Outcomes, machinery: Machinery):
         self._tiers = tiers
@@ -32,6 +34,7 @@ class SlotMaker:
         self._worker = machinery.make_worker("ckptkit-arena", waiting_max=_JOBS_MAX)
         self._notice = Notice()
         self._holds: dict[str, Deadline | None] = {}  # by whom, and for how long
+        self._has_left = False  # the thread a slot that is not faulted in
 
     def prepare(self, slot_bytes: int, share_bytes: int, transfer_bytes: int = 0) -> None:
         """Begins to make the slots of every fast tier in the background.
@@ -72,7 +75,10 @@ class SlotMaker:
 
         def reserve(arena: Arena, tier: str) -> None:
             try:
-                arena.reserve(slot_bytes, self._turn)
+                self._has_left = True
+                while self._has_left:  # a slot to a save: it is looked at again after that
+                    self._has_left = False
+                    arena.reserve(slot_bytes, self._turn)
             except (CheckpointError, OSError) as error:
                 self._outcomes.degraded(None, tier, error)
 
@@ -82,17 +88,28 @@ class SlotMaker:
         for peer_arena in self._peer_arenas:
             self._worker.submit(lambda peer_arena=peer_arena: reserve(peer_arena, PEER))
 
-    def hold(self, limit_s: float | None = None, *, by: str = _RESTORE) -> None:
-        """The thread stops between two pieces of its work until `go_on` of the same name, for `limit_s` at most.
+    def hold(self, limit_s: float | None = None) -> None:
+        """The thread stops between two pieces of its work until `go_on`, for `limit_s` at most.
 
-        A restore, and the first step after it, need the processors and memory for themselves; so does a save while the
-        step loop waits for it. To fault in slots of 4.5 GB took a quarter of the processor time from a loss to the next
-        step (bench/LOG.md, 2026-11-23).
+        A restore, and the first step after it, need the processors and memory for themselves. To fault in slots of 4.5
+        GB took a quarter of the processor time from a loss to the next step (bench/LOG.md, 2026-11-23).
         """
-        self._holds[by] = None if limit_s is None else Deadline(limit_s)
+        self._holds[_RESTORE] = None if limit_s is None else Deadline(limit_s)
 
-    def go_on(self, by: str = _RESTORE) -> None:
+    def go_on(self) -> None:
         """Ends `hold`, if there was one."""
+        self._end(_RESTORE)
+
+    @contextmanager
+    def held_by(self, save: str) -> Iterator[None]:
+        """The same for a save, while the step loop waits for it: the thread also leaves the slot that it is at."""
+        self._holds[save] = None
+        try:
+            yield
+        finally:
+            self._end(save)
+
+    def _end(self, by: str) -> None:
         if by in self._holds:
             self._holds.pop(by, None)
             self._notice.give()
@@ -108,13 +125,12 @@ class SlotMaker:
         return self._worker.close(timeout_s)
 
     def _turn(self, within: bool) -> bool:
-        """Waits while a restore or a save holds the thread. False within a slot that a save may wait for: its pages are
-        faulted in by the save, or by the next `reserve`."""
-        if within and self._held_by() - {_RESTORE}:
-            self._prepared_bytes = 0
-            return False
-        while self._held_by():
-            self._notice.wait_for(lambda: not self._held_by(), _LOOK_S)
+        """Waits while a restore or a save holds the thread. False within a slot that a save may wait for."""
+        while held := self._held_by():
+            if within and held - {_RESTORE}:
+                self._has_left = True
+                return False
+            self._notice.wait_for(lambda held=held: self._held_by() != held, _LOOK_S)
         return True
 
     def _held_by(self) -> set[str]:

@@ -104,15 +104,19 @@ class Arena:
         saves in them are not protected. Raises `TierUnusableError` where the directory cannot be used.
         """
         directory, fd = take_directory(host_dir, str(local_rank), synced=synced)
-        return cls(
-            directory,
-            slots=slots,
-            synced=synced,
-            lock_fd=fd,
-            memory=memory,
-            keeps_found=keeps_found,
-            processes=processes,
-        )
+        try:
+            return cls(
+                directory,
+                slots=slots,
+                synced=synced,
+                lock_fd=fd,
+                memory=memory,
+                keeps_found=keeps_found,
+                processes=processes,
+            )
+        except BaseException:
+            give_up(fd)
+            raise
 
     def adopt(self) -> None:
         """Takes the directories of this host that no process holds, with what ended processes of a larger job left.
@@ -146,8 +150,9 @@ class Arena:
                 self._grow(slot, size_bytes)
                 self._files.fault_in(slot, partial(turn, True))
             finally:
-                self._touched = None
-                self.release(slot)
+                with self._changed:
+                    self._touched = None
+                    self.release(slot)
 
     def missing_bytes(self, size_bytes: int) -> int:
         """The bytes still to allocate until every slot has `size_bytes`."""
@@ -187,12 +192,16 @@ class Arena:
 
         def settled() -> bool:
             others = [slot for slot in self._slots if slot.name not in full]
-            return self._reusable(full) is not None or not any(slot.leases for slot in others)
+            is_over = deadline.passed and not least_s()
+            return self._reusable(full) is not None or is_over or not any(slot.leases for slot in others)
+
+        def least_s() -> float:
+            is_free_soon = self._touched is not None and self._touched.save_id not in self.protected
+            return _TOUCH_S if is_free_soon else 0.0
 
         while True:
             with self._changed:
-                least_s = 0.0 if self._touched is None else _TOUCH_S
-                self._changed.wait_for(settled, max(least_s, deadline.left_s))
+                self._changed.wait_for(settled, max(least_s(), deadline.left_s))
                 slot = self._reusable(full)
                 if slot is None and full:
                     raise next(iter(full.values()))

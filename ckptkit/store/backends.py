@@ -203,7 +203,7 @@ S3 = Backend(
 S3A = replace(S3, driver=None)  # s3fs's other name for it, which TensorStore does not know
 
 # Any other file system of fsspec: nothing is asked of it that not every bucket does.
-_OTHER: Final = Backend(properties=BUCKET, access=replace(GS.access, permissions={}, caller=lambda _: None))
+_OTHER: Final = Backend(properties=BUCKET, access=replace(GS.access, permissions={}, caller=lambda _: None, extra=None))
 
 BACKENDS: Final = {
     "file": replace(_OTHER, properties=DIRECTORY, driver="file"),

@@ -82,13 +82,7 @@ def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, tim
     if not is_committed(place):
         reason = "it was never committed: a save in flight, or an interrupted one"
         return [StepProof(step=step, state="incomplete", kind="durable", path=place.url, reason=reason)]
-    try:
-        return prove_written(place, step, limits, notes, timeout_s=timeout_s)
-    except (MemoryBudgetError, NewerFormatError) as error:
-        proof = StepProof(
-            step=step, state="unproven", kind="durable", path=place.url, reason=str(error), unread=(str(error),)
-        )
-        return [proof]
+    return prove_written(place, step, limits, notes, timeout_s=timeout_s)
 
 
 def judged_step(place: Place, step: int, limits: Limits, notes: list[str], *, timeout_s: float) -> list[StepProof]:
@@ -114,6 +108,14 @@ def judged_step(place: Place, step: int, limits: Limits, notes: list[str], *, ti
 
 def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, timeout_s: float) -> list[StepProof]:
     """The result of `prove_step` for an existing step, committed or about to be."""
+    try:
+        return _proven(place, step, limits, notes, timeout_s)
+    except (MemoryBudgetError, NewerFormatError) as error:
+        why = str(error)
+        return [StepProof(step=step, state="unproven", kind="durable", path=place.url, reason=why, unread=(why,))]
+
+
+def _proven(place: Place, step: int, limits: Limits, notes: list[str], timeout_s: float) -> list[StepProof]:
     before = identity_of(place)
     looked = _look(place, step, timeout_s)
     own = [check for check in looked.checks if check.memory_bytes <= limits.memory_bytes_max]

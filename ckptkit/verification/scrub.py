@@ -17,7 +17,7 @@ from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.errors import CorruptCheckpointError, StoreError, store_error, with_damage
 from ckptkit.inspection.shares import read_shares
-from ckptkit.inspection.steps import recorded_tiers, slots_by_tier
+from ckptkit.inspection.steps import recorded_tiers, slots_of_root
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.store import open_store
@@ -61,6 +61,7 @@ class Scrub:
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def damaged(self) -> bool:
@@ -132,11 +133,14 @@ class _Scrubber:
     def run(self, step_prefix: str | None) -> Scrub:
         """Looks at every copy, then treats what is damaged."""
         ancestry, problems = self._ancestry()
-        url, given = self._place.url, self._tiers is not None
+        url = self._place.url
         in_root = read_root(self._place, ancestry, step_prefix=step_prefix)
-        tiers = [*recorded_tiers(in_root)] if self._tiers is None else self._tiers
-        slots = slots_by_tier(tiers, url, self._host_id, self._notes, are_given=given)
-        directories = [path for _, found in slots for path in found]
+        recorded = recorded_tiers(in_root)
+        self._knows_tiers = self._tiers is not None or recorded is not None
+        tiers = (recorded or {}) if self._tiers is None else self._tiers
+        directories = [
+            path for tier in tiers for path in slots_of_root(tier, url, self._host_id, self._notes, are_given=True)
+        ]
         manifests = [each for directory in directories for each in self._look_into(directory)]
         if not directories:
             require_root(self._place, in_root)
@@ -155,6 +159,7 @@ class _Scrubber:
             for error in unread:
                 raise error
             treatments = self._treated(damaged)
+        verified = Verification(path=url, steps=tuple(proof for _, proof in self._steps))
         return Scrub(
             root=url,
             repair=self._repair,
@@ -163,7 +168,8 @@ class _Scrubber:
             findings=tuple(findings),
             notes=tuple(self._notes),
             problems=tuple(problems),
-            failed=Verification(path=url, steps=tuple(proof for _, proof in self._steps)).failed,
+            failed=verified.failed,
+            unread=verified.unread,
         )
 
     def _ancestry(self) -> tuple[Ancestry, list[str]]:
@@ -301,6 +307,8 @@ class _Scrubber:
         """Why a durable step that cannot be repaired stays: it is of use, or protected."""
         if each.found is None or each.proof is None:
             return None
+        if not self._knows_tiers:
+            return "no record names the fast tiers that may have its bytes: give them with --tier"
         if _restorable(each.proof, each.found.place):
             return "ckptkit can restore it, stock Orbax may not"
         if others_may_hold(sources.manifests, self._host_id) or (

@@ -84,3 +84,5 @@ def test_missing_client_of_a_bucket_names_the_extra(
     assert (said.code, said.err) == (1, f"ckptkit: {message}\n")
     with pytest.raises(ckptkit.StoreError, match=re.escape(message)):
         ckptkit.CheckpointManager(f"{scheme}://bucket/run")
+    said = ckpt("steps", "abfs://bucket/run")
+    assert said.err == f"ckptkit: abfs://bucket/run needs {client}: install the package that it names\n"

@@ -256,6 +256,10 @@ def test_todelete_full_path_is_refused_outside_buckets(job: Callable[[], Job]) -
     """Orbax refuses it elsewhere when it deletes: by then a run has saved for hours, and keeps steps without an end."""
     with pytest.raises(ValueError, match="todelete_full_path is for gs://"):
         job().run(range(1), max_to_keep=1, todelete_full_path="trash")
+    reader = job()
+    reader.run(range(1))
+    with reader.manager(todelete_full_path="trash", read_only=True) as manager:  # an evaluator with the run's options
+        assert manager.latest_step() == 0
     with pytest.raises(ValueError, match="both cannot be set"):
         job().run(todelete_subdir="a", todelete_full_path="b")
 

@@ -118,9 +118,8 @@ def test_paused_maker_takes_every_order(tmp_path: Path) -> None:
     """A save pauses the thread that makes slots, and orders some: its own wait would never end."""
     with manager_of(tmp_path) as manager:
         maker = manager._pipeline.slots
-        maker.hold(by="save")
-        done = threading.Thread(target=lambda: [maker.reserve(4096 * n) for n in range(1, 20)], daemon=True)
-        done.start()
-        done.join(LIMIT_S)
-        assert not done.is_alive()
-        maker.go_on("save")
+        with maker.held_by("save"):
+            done = threading.Thread(target=lambda: [maker.reserve(4096 * n) for n in range(1, 20)], daemon=True)
+            done.start()
+            done.join(LIMIT_S)
+            assert not done.is_alive()

@@ -41,6 +41,7 @@ def test_files_of_a_newer_version_are_neither_damage_nor_touched(job: Job, ckpt:
     assert "damaged" not in shown.err
     assert "put aside" not in shown.out
     assert content(job.home) == before
+    assert shown.code == (13 if where in ("steps", "everywhere") else 1), "a cron job would call it well"
     if where == "steps":
         found = ckptkit.verify(str(job.root))
         assert [(proof.state, len(proof.unread)) for proof in found.steps] == [("unproven", 1)] * 2

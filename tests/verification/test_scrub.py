@@ -139,6 +139,19 @@ def test_durable_step_is_repaired_from_a_slot(job: Job, how: str) -> None:
     assert not list((job.root / "_ckptkit").glob("repair-*"))
 
 
+def test_step_whose_tiers_nobody_knows_is_not_put_aside(job: Job) -> None:
+    """A cron job without `--tier` moved the only step to the quarantine; its ramdisk had every byte."""
+    shutil.rmtree(job.root / "0")
+    for path in (job.root / "1").glob("*/_ckptkit/process-0.json"):
+        flip(path, 300)
+    before = content(job.home)
+    (treatment,) = ckptkit.scrub(str(job.root), repair=True, host_id=HOST).treatments
+    assert (treatment.act, treatment.done) == ("leave", False)
+    assert "give them with --tier" in str(treatment.reason)
+    assert content(job.home) == before
+    assert acts(scrubbed(job)) == [(1, "durable", "repair", True)]
+
+
 def test_step_with_an_item_of_stock_orbax_is_repaired(job: Job) -> None:
     """The item that nothing keeps digests of would keep ours from being mended."""
     with ocp.StandardCheckpointer() as checkpointer:

@@ -94,7 +94,8 @@ def refuse_options(options: ocp.CheckpointManagerOptions, url: str) -> None:
     could be deleted."""
     if options.preservation_policy and (options.keep_time_interval or options.max_to_keep or options.keep_period):
         raise ValueError("`preservation_policy` and `delete options` are mutually exclusive - do not use together.")
-    if options.todelete_full_path is not None and not properties_of(url).known_to_orbax:
+    is_asked = options.todelete_full_path is not None and not options.read_only
+    if is_asked and not properties_of(url).known_to_orbax:
         raise ValueError("todelete_full_path is for gs:// alone; take todelete_subdir")
 
 
