@@ -26,6 +26,7 @@ LONG_RECORDS = {
     "StepUsage",  # a row of `ckptkit du --json`
     "GoodputReport",  # `ckptkit goodput --json`
     "StepProof",  # a step of `ckptkit verify --json`
+    "Scrub",  # `ckptkit scrub --json`
     "Result",  # a row of `ckptkit simulate --json`
     # Not public:
     "Save",  # gains its fields as it advances, in the order of the flow: one object in place of a chain of records
