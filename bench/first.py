@@ -84,7 +84,7 @@ def worker(who: str, gigabytes: str, home: str) -> None:
         contender.settled()
         if step < SAVES:
             contender.forget(step)
-    del state  # a state and the restored one and the slots are more than a small machine has
+    del state  # with the slots and the restored state it would be more than a small machine has
     if jax.tree.map(int, marks(contender.restore(SAVES, abstract))) != jax.tree.map(int, expected):
         raise AssertionError(f"{who} restored other bits than it saved")
     contender.close()

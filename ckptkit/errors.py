@@ -87,6 +87,10 @@ class MemoryBudgetError(CheckpointError, ValueError):
     """A chunk that is read whole needs more memory than the caller allows. The message has the least budget."""
 
 
+class BeyondLimitError(CheckpointError):
+    """Nothing is damaged, and it is larger than what any command reads; no option raises this limit."""
+
+
 class UnsuitedSaveError(CorruptCheckpointError):
     """The save is not damaged, and cannot give what was asked for in this form, or to this number of processes."""
 

@@ -42,6 +42,7 @@ CAUSES: dict[str, str | tuple[str, str]] = {
     "CorruptCheckpointError": "model/test_hostile_manifests.py",
     "ProgramChangedError": "resume/test_programs.py",
     "MemoryBudgetError": ("conversion/resharding/test_reshard.py", "give --memory at least"),
+    "BeyondLimitError": "durable/test_foreign_files.py",
     "UnsuitedSaveError": "manager/test_counted_items.py",
     "UntrustedStepError": "upkeep/test_signing.py",
     "SigningKeyError": "upkeep/test_signing.py",

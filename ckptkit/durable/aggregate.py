@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 
 from ckptkit.durable.lifecycle.places import Place, readable
-from ckptkit.errors import MemoryBudgetError
+from ckptkit.errors import BeyondLimitError
 from ckptkit.model import paths
 from ckptkit.model.leaf_info import LeafInfo, dtype_name
 from ckptkit.store import open_store
@@ -32,7 +32,7 @@ def read_aggregate(item: Place, *, timeout_s: float) -> dict[Path, np.ndarray | 
     """The leaves in an item's file: an array for each number and array, a `LeafInfo` without dtype for text, None and
     empty containers; a placeholder is not a leaf. None without such a file. Cost: the file is read, and held.
 
-    Raises `MemoryBudgetError` for a file that is too large to be held, `CorruptCheckpointError` for a damaged one.
+    Raises `BeyondLimitError` for a file that is too large to be held, `CorruptCheckpointError` for a damaged one.
     """
     if paths.AGGREGATE not in item.signs():
         return None
@@ -40,7 +40,7 @@ def read_aggregate(item: Place, *, timeout_s: float) -> dict[Path, np.ndarray | 
     store = open_store(item.url, deadline_s=timeout_s)
     found = store.stat(paths.AGGREGATE)
     if found is not None and found.size_bytes > FILE_BYTES_MAX:
-        raise MemoryBudgetError(
+        raise BeyondLimitError(
             f"{where} has {found.size_bytes} bytes, and at most {FILE_BYTES_MAX} of a tree in one file are read: "
             "restore it with Orbax and save it again",
             path=where,

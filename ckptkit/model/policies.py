@@ -203,8 +203,7 @@ class SaveOptions:
     """How a manager saves.
 
     Args:
-      staging: how a save keeps the state alive (`ckptkit.snapshot.staging`): `auto`, or a strategy by name. A
-        program that writes in place into memory which JAX shares (DLPack, NumPy without a copy) needs `slot_copy`.
+      staging: how a save keeps the state alive (`ckptkit.snapshot.staging`): `auto`, or a strategy by name.
       in_flight_max: how many snapshots may be in flight, that is, before their first commit by all processes. A save
       beyond this limit is skipped everywhere, with an event; a save that is due in the durable tier waits. Without a
       ramdisk tier a snapshot is in flight until every tier has it, so this limits the snapshots in memory.

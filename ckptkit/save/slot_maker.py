@@ -34,7 +34,7 @@ class SlotMaker:
         self._worker = machinery.make_worker("ckptkit-arena", waiting_max=_JOBS_MAX)
         self._notice = Notice()
         self._holds: dict[str, Deadline | None] = {}  # by whom, and for how long
-        self._has_left = False  # the thread a slot that is not faulted in
+        self._has_left = False  # whether a save has taken the thread from a slot whose pages are not all there
 
     def prepare(self, slot_bytes: int, share_bytes: int, transfer_bytes: int = 0) -> None:
         """Begins to make the slots of every fast tier in the background.
@@ -76,7 +76,7 @@ class SlotMaker:
         def reserve(arena: Arena, tier: str) -> None:
             try:
                 self._has_left = True
-                while self._has_left:  # a slot to a save: it is looked at again after that
+                while self._has_left:  # after the save it looks at that slot again
                     self._has_left = False
                     arena.reserve(slot_bytes, self._turn)
             except (CheckpointError, OSError) as error:
@@ -113,11 +113,6 @@ class SlotMaker:
         if by in self._holds:
             self._holds.pop(by, None)
             self._notice.give()
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until all slots are made; False when `timeout_s` passed first."""
-        self.go_on()
-        return self._worker.wait_idle(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finishes what is under way and joins the thread; False where it still runs after `timeout_s`."""

@@ -33,7 +33,7 @@ from ckptkit.durable.orbax.host_shards import STRINGS_FILE, is_text_leaf
 from ckptkit.durable.read_step import DurableReader, without_identity
 from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
 from ckptkit.durable.stored_arrays import read_arrays
-from ckptkit.errors import CorruptCheckpointError, MemoryBudgetError, NewerFormatError, StoreError, internal_error
+from ckptkit.errors import BeyondLimitError, CorruptCheckpointError, NewerFormatError, StoreError, internal_error
 from ckptkit.inspection.shares import joined_problems, leaf_of_record
 from ckptkit.inspection.sharing import shared_files, steps_words
 from ckptkit.model.boxes import Box
@@ -110,7 +110,7 @@ def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, 
     """The result of `prove_step` for an existing step, committed or about to be."""
     try:
         return _proven(place, step, limits, notes, timeout_s)
-    except (MemoryBudgetError, NewerFormatError) as error:
+    except (BeyondLimitError, NewerFormatError) as error:
         why = str(error)
         return [StepProof(step=step, state="unproven", kind="durable", path=place.url, reason=why, unread=(why,))]
 

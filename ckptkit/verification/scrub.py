@@ -86,8 +86,8 @@ def scrub(
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> Scrub:
     """Verifies every copy of every save of `root` on this host: durable steps, and slots of `host_id` below `tiers`
-    (None: those that the newest durable step was saved with, as far as they are here).
-    With `repair`, repairs damaged copies from the other copies of the same save.
+    (None: those that the newest durable step was saved with, as far as they are here; where no record names them,
+    nothing is put aside). With `repair`, repairs damaged copies from the other copies of the same save.
 
     A repair is bit-exact: every cell is compared with the digest of the save. A slot is changed only if its manifest is
     still the one that was read, and no running process holds its directory. A durable step is written as a new copy and
@@ -307,8 +307,6 @@ class _Scrubber:
         """Why a durable step that cannot be repaired stays: it is of use, or protected."""
         if each.found is None or each.proof is None:
             return None
-        if not self._knows_tiers:
-            return "no record names the fast tiers that may have its bytes: give them with --tier"
         if _restorable(each.proof, each.found.place):
             return "ckptkit can restore it, stock Orbax may not"
         if others_may_hold(sources.manifests, self._host_id) or (
@@ -318,7 +316,8 @@ class _Scrubber:
                 "other hosts of its job may hold it: run scrub there. If none does, "
                 f"CheckpointManager.delete({each.step}) deletes it"
             )
-        return self._protection(each.found)
+        unknown = None if self._knows_tiers else "no record names the fast tiers that may have its bytes: give --tier"
+        return self._protection(each.found) or unknown
 
     def _protection(self, found: DurableStep) -> str | None:
         """Why a step must not be put aside now."""

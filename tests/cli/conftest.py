@@ -101,7 +101,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Ours:
             manager.wait_until_finished()
     with _manager(home) as manager:
         manager.restore(4)
-        manager._pipeline.slots.wait_idle(60.0)  # it leases the oldest slot while it looks at it
+        manager._pipeline.slots._worker.wait_idle(60.0)  # it leases the oldest slot while it looks at it
         manager.save(5, args=save_args(make_state(5), 5))
     return Ours(home)
 

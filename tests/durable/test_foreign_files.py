@@ -17,6 +17,7 @@ import ckptkit
 from ckptkit.durable import aggregate
 from ckptkit.durable.aggregate import read_aggregate
 from ckptkit.durable.lifecycle.places import Place, require_possible_root
+from ckptkit.errors import BeyondLimitError
 
 NOBODY = 65534
 
@@ -117,6 +118,8 @@ def test_tree_in_a_file_that_is_too_large_is_said_not_to_be_read(
     monkeypatch.setattr(aggregate, "FILE_BYTES_MAX", 100)
     (tmp_path / "1/default").mkdir(parents=True)
     (tmp_path / "1/default/checkpoint").write_bytes(packed({"w": list(range(200))}))
+    with pytest.raises(BeyondLimitError):
+        read_aggregate(Place.open(str(tmp_path / "1/default"), timeout_s=5), timeout_s=5)
     for place in (tmp_path, tmp_path / "1"):
         (proof,) = ckptkit.verify(str(place)).steps
         assert (proof.state, len(proof.unread)) == ("unproven", 1), place

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.launch import free_port
+from ckptkit.util.whole_file import write_whole
 from tests.launch.test_launcher import wait_until
 
 SECRET = "0123456789abcdef-secret"
@@ -25,7 +26,7 @@ TOLD = (
     "    time.sleep(0.01)\n"
     "    step += 1\n"
     "    heartbeat.beat(step)\n"
-    "sys.exit(int(open(sys.argv[1]).read() or 0))\n"
+    "sys.exit(int(open(sys.argv[1]).read()))\n"
 )
 
 
@@ -73,7 +74,7 @@ class Agents:
         return json.loads((self.home / "status").read_text())
 
     def finish(self, code: int = 0) -> None:
-        (self.home / "go").write_text(str(code))
+        write_whole(self.home / "go", str(code))  # else a worker may read an empty file
         for rank, agent in self.agents.items():
             if agent.returncode is None:
                 assert agent.wait(timeout=120) == code, self.log(rank)

@@ -22,6 +22,7 @@ from ckptkit.launch.control import Connection, ControlError, Listener, connect
 from ckptkit.launch.follower import Follower
 from ckptkit.launch.roster import HostLimits, Roster
 from ckptkit.launch.run_command import first_node, hosts_of
+from ckptkit.util.whole_file import write_whole
 from tests.launch.agents import SECRET, TOLD, Agents
 from tests.launch.test_launcher import is_alive, wait_until
 
@@ -197,7 +198,7 @@ def test_both_sides_of_a_partition_end_their_workers(tmp_path: Path) -> None:
             wait_until(lambda: all(any(each in line for line in said) for each in lost), 60)
             network.mend()
             wait_until(lambda: len(up["1"]) == 2, 60)
-        (tmp_path / "go").write_text("0")
+        write_whole(tmp_path / "go", "0")
 
     threads = [threading.Thread(target=other.run), threading.Thread(target=drive)]
     for thread in threads:
