@@ -23,6 +23,7 @@ from ckptkit.manager.start_warnings import (
     warn_of_other_hosts,
     warn_of_other_roots,
     warn_of_slots_alone,
+    warn_of_steps_from_elsewhere,
     warn_of_unrecorded,
 )
 from ckptkit.manager.stock import take_stock
@@ -132,6 +133,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         if coordinator.process == 0:
             warn_of_slots_alone(stock.held, durable.url, host_dirs, settings)
             warn_of_unrecorded(stock.unrecorded, durable.url)
+            warn_of_steps_from_elsewhere(stock.held, durable.url)
         ledger.refill(stock.held)
         retention = Retention(tiers, arenas, ledger, in_flight_max)
         retention.opened()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -174,6 +174,18 @@ def warn_of_unrecorded(unrecorded: Sequence[SaveId], url: str) -> None:
             "this run continues from the root as it is, and overwrites those steps. To continue from them, end this "
             "run before its first save, and put back the files in %s/%s that the root had then",
             *(url, ", ".join(map(str, steps[-_NAMES_MAX:])), url, paths.EPOCHS_DIR),
+        )
+
+
+def warn_of_steps_from_elsewhere(saves: Iterable[SaveId], url: str) -> None:
+    """One warning about steps of another root that somebody put into this one."""
+    steps = sorted(save.step for save in saves if save.of_another_root)
+    if steps:
+        _log.warning(
+            "%s holds steps of another root: %s. They count as older than what ckptkit saves here, for restarts and "
+            "policies. To continue from one, copy it from the root that saved it: %s",
+            *(url, ", ".join(map(str, steps[-_NAMES_MAX:]))),
+            command_line("copy", f"OTHER_ROOT/{steps[-1]}", url, "--as", "newest"),
         )
 
 

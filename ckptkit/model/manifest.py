@@ -62,6 +62,11 @@ class SaveId:
         return self.number >= 0
 
     @property
+    def of_another_root(self) -> bool:
+        """Whether it is of a step that a run of another root saved, and somebody put here."""
+        return self.root != "" and not self.ours
+
+    @property
     def made(self) -> tuple[int, float, int]:
         """When it was made, as far as its numbers show it: the key by which saves are ordered."""
         return self.epoch, self.number if self.epoch > 0 and self.ours else math.inf, self.step

@@ -269,7 +269,8 @@ def _judged(each: DurableStep, size: StepBytes, kept: Sequence[str], corrupt: st
     elif each.state == "abandoned":
         act, reasons = "delete", ("abandoned",)
     else:
-        act, reasons = "delete", ("no rule keeps it",)
+        why = "of another root, so the oldest, and no rule keeps it"
+        act, reasons = "delete", (why if each.identity.of_another_root else "no rule keeps it",)
     return PruneStep(
         step=each.step,
         path=each.place.url,

@@ -185,7 +185,7 @@ def may_go(tree: Tree, fact: StepFact, action: Action) -> bool:
 
 
 def _is_newer(fact: StepFact, than: StepFact) -> bool:
-    return fact.of_run and fact.step > than.step
+    return fact.of_run and fact.age > than.age
 
 
 def _passes(fact: StepFact) -> bool:
@@ -243,6 +243,9 @@ def _false_good(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failur
         yield Failure(kind="false good", text=f"exit code 0, and damaged: {paths}")
     made = {path for path in outcome.written if path.split("/")[0] == "dst"}
     finished = made & {"dst", "dst/commit_success.txt"} if outcome.in_place else made
+    beside = subject is not None and (subject.state == "blemished" or not subject.in_arrays)
+    if outcome.answer.code == CORRUPT and beside:  # damage that is told, and is in no tensor
+        finished = set()
     if action.fills and outcome.answer.code not in (0, NOT_READ) and finished:
         text = f"exit code {outcome.answer.code}, and there is a target: {_end_of(outcome.answer.err)}"
         yield Failure(kind="false good", text=text)
@@ -260,7 +263,7 @@ def _wrong_values(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Fail
     """A restart gives the values of the newest good step of the run; never those of another, of a part, or of none."""
     if not action.restores or any(fact.state == "undetectable" for fact in tree.facts):
         return
-    newest = max(filter(_good_of_run, tree.facts), key=lambda fact: fact.step, default=None)
+    newest = max(filter(_good_of_run, tree.facts), key=lambda fact: fact.age, default=None)
     if outcome.answer.raised:
         if newest is not None and not tree.records_damaged and _has_to_restore(tree, newest, outcome):
             yield Failure(
@@ -299,7 +302,7 @@ def _has_to_restore(tree: Tree, newest: StepFact, outcome: Outcome) -> bool:
 
 def _is_next(fact: StepFact, newest: StepFact) -> bool:
     linked = not fact.path.startswith(f"{ROOT}/")  # a step that was moved away, with a link in its place
-    return (fact.of_run or linked) and not fact.abandoned and fact.step >= newest.step
+    return (fact.of_run or linked) and not fact.abandoned and fact.age >= newest.age
 
 
 def _comparable(value: Any) -> set[Any]:

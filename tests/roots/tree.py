@@ -29,7 +29,7 @@ class StepFact:
     the values were changed or are missing. `undetectable`: the same, and nothing has a checksum of them. `unfinished`:
     never committed. `forged`: a record has a name that no writer writes; a command may see it, or have no use for it.
     `in_arrays`: the damage is in what the values of arrays need. `of_run`: a step of the root's own run, in the root.
-    `held`: pinned or leased. `abandoned`: a rollback began from an older step.
+    `elsewhere`: a run of another root saved it, so it counts as the oldest. `held`: pinned or leased. `abandoned`: a rollback began from an older step.
     """
 
     path: str
@@ -38,6 +38,7 @@ class StepFact:
     state: StepState = "good"
     in_arrays: bool = True
     of_run: bool = True
+    elsewhere: bool = False
     held: bool = False
     abandoned: bool = False
 
@@ -45,6 +46,11 @@ class StepFact:
     def ours(self) -> bool:
         """Whether ckptkit wrote it."""
         return KINDS[self.kind].writer == "ckptkit"
+
+    @property
+    def age(self) -> tuple[bool, int]:
+        """Its place in the order of the run's steps, the newest last."""
+        return not self.elsewhere, self.step
 
     @property
     def bad(self) -> bool:
@@ -99,9 +105,9 @@ class Tree:
             self.subject = path
 
     def copied_step(self, history: str, step: int, path: str) -> None:
-        """A step of a run with a history under a name of this root's run."""
+        """A step of another run, with a history, under a name of this root's run."""
         self._copies.tree(self._saved.root(history) / str(step), self.home / path)
-        self.facts.append(StepFact(path=path, kind="ckptkit composite", step=step))
+        self.facts.append(StepFact(path=path, kind="ckptkit composite", step=step, elsewhere=True))
 
     def put(self, path: str, text: str = "words of a user\n") -> None:
         """A file, with the directories above it; relative to home."""

@@ -433,3 +433,23 @@ def test_deletion_of_a_dead_process_is_ended_and_one_in_progress_is_not(
         assert there() == before
     prune(plan_prune(root, [KeepNewest(2)]))
     assert there() == []
+
+
+def test_step_of_another_root_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts as the oldest, whatever its number: a restart that does not take it, and its deletion, surprise."""
+    root, other = tmp_path / "run", tmp_path / "other"
+    make_root(root, (1, 2))
+    make_root(other, (50,))
+    shutil.copytree(other / "50", root / "50")
+    assert restored(root) == (2, 2)
+    (warning,) = [each.getMessage() for each in caplog.records if "holds steps of another root" in each.getMessage()]
+    assert f"ckptkit copy OTHER_ROOT/50 {root} --as newest" in warning
+    assert main(["steps", str(root)]) == 0
+    assert "of another root, so they count as older" in capsys.readouterr().out
+    assert main(["prune", str(root), "--keep", "newest=2"]) == 0
+    assert "of another root, so the oldest, and no rule keeps it" in capsys.readouterr().out
+    assert steps_in(root) == [1, 2]
+    assert main(["copy", str(other / "50"), str(root), "--as", "newest"]) == 0
+    assert restored(root) == (50, 50)

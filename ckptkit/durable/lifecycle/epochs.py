@@ -89,11 +89,12 @@ class Ancestry:
         """The save that a durable step counts as, given the save that it names (None: it is of stock Orbax).
 
         A step of another root, which somebody put here, was not saved on this branch: it counts as older than all that
-        was, and it is in no fast tier.
+        was, and it is in no fast tier (`SaveId.of_another_root`).
         """
         if named is None:
             return self.of_stock(step)
-        return SaveId(0, step, -1) if named.root and self.root and named.root != self.root else named
+        elsewhere = named.root and self.root and named.root != self.root
+        return SaveId(0, step, -1, named.run, named.root) if elsewhere else named
 
     def superseded(self, save: SaveId) -> bool:
         """Whether `save` belongs to a branch that a later epoch abandoned.

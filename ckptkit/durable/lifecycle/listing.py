@@ -67,6 +67,8 @@ _WHY = {
     "slots": "slots of a fast tier",
 }
 
+_OF_OTHERS = "of another root, so they count as older than what ckptkit saved in this one"
+
 StepState = Literal["committed", "partial", "unfinished", "abandoned", "damaged"]
 LeftOutReason = Literal["link", "name", "item", "root", "nothing", "slots"]
 StepListing = dict[int, list[str] | None]  # committed steps, each with the names right below it, if they were listed
@@ -109,8 +111,10 @@ class RootSteps:
 
     @property
     def notes(self) -> list[str]:
-        """The directories that are left out and why, one sentence for each reason."""
-        return [f"{_WHY[why]}: {first_of(names, _NAMES_MAX)}" for why, names in self.left_out.items()]
+        """The directories that are left out and why, one sentence for each reason; and steps that came from elsewhere."""
+        notes = [f"{_WHY[why]}: {first_of(names, _NAMES_MAX)}" for why, names in self.left_out.items()]
+        others = [each.place.name for each in self.steps if each.identity.of_another_root]
+        return [*notes, f"{_OF_OTHERS}: {first_of(others, _NAMES_MAX)}"] if others else notes
 
 
 def read_ancestry(place: Place) -> tuple[Ancestry, list[str]]:
