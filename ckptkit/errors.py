@@ -270,6 +270,16 @@ def plainly(call: _Call) -> _Call:
     return cast("_Call", called)
 
 
+def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
+    """Closes at the end of a `with` block. An error of the block comes first: what `close` raises is one of its notes."""
+    try:
+        close()
+    except Exception as failure:
+        if error is None:
+            raise
+        error.add_note(f"and at the end of the block: {type(failure).__name__}: {failure}")
+
+
 def _shortened(error: CheckpointError) -> bool:
     """Hides the causes of an error, which stay in `__context__`; of a failed save it shows one. False: they stay."""
     cause = error.__cause__

@@ -32,7 +32,7 @@ args: Any = ocp.args
 HERE = Path(__file__).parent
 NOBODY = 65534
 LINES_MAX = 3
-TRACEBACK_LINES_MAX = 20  # with five frames of this file
+TRACEBACK_LINES_MAX = 21  # with five frames of this file, and a note
 
 # The real cause of each class: the file of tests that causes it, with its words where that is not its name.
 CAUSES: dict[str, str | tuple[str, str]] = {
@@ -347,3 +347,17 @@ def test_bucket_that_is_not_reached_says_why(
     said = capsys.readouterr().err
     assert re.search(words, said), said
     assert len(said.splitlines()) == 1, said
+
+
+def test_error_of_the_block_comes_before_that_of_close(tmp_path: Path, mounts: Mounts) -> None:
+    """The person would see what followed, with a chain of sixty lines, and not what ended the job."""
+    place = mounts.small(tmp_path / "small", "2m")
+    state = {"w": np.ones(100_000, np.float32)}
+    with pytest.raises(KeyError, match="mine") as raised, ckptkit.CheckpointManager(place / "run") as manager:
+        manager.save(1, args=args.StandardSave(state))
+        manager.wait_until_finished()
+        fill(place / "rest")
+        manager.save(2, args=args.StandardSave(state))
+        raise KeyError("mine")
+    (note,) = raised.value.__notes__
+    assert "SaveFailedError: step 2 was not committed" in note

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, final
 
 import jax
@@ -21,6 +22,7 @@ from ckptkit.errors import (
     NoRestorableStepError,
     StepNotFoundError,
     TreeMismatchError,
+    close_after,
 )
 from ckptkit.manager import CheckpointManager as TierManager
 from ckptkit.model.policies import ProcessOptions
@@ -223,8 +225,8 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        close_after(error, self.close)
 
     @property
     def _managers(self) -> list[TierManager]:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, refuse_options, refuse_part_of_job
 from ckptkit.durable.orbax.reports import save_entry
-from ckptkit.errors import SaveFailedError, plainly
+from ckptkit.errors import SaveFailedError, close_after, plainly
 from ckptkit.events import EventLog, default_log
 from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
@@ -437,8 +438,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        close_after(error, self.close)
 
     # The additions of ckptkit.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Thread
+from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
 import jax
@@ -20,7 +21,7 @@ from typing_extensions import deprecated
 
 from ckptkit.durable.orbax import v1 as v1_checks
 from ckptkit.durable.read_step import DurableReader, without_identity
-from ckptkit.errors import ItemNotFoundError, StepNotFoundError
+from ckptkit.errors import ItemNotFoundError, StepNotFoundError, close_after
 from ckptkit.manager import CheckpointManager
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.v1.arguments import METRICS, restore_args, save_args
@@ -301,8 +302,8 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        close_after(error, self.close)
 
     @deprecated("Use `save` instead.")
     def save_pytree(self, *args: Any, **kwargs: Any) -> bool:
