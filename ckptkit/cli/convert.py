@@ -32,6 +32,7 @@ from ckptkit.conversion import (
 )
 from ckptkit.conversion import convert as convert_tensors
 from ckptkit.conversion.converting import SHARD_BYTES, TargetFormat
+from ckptkit.conversion.destination import forget_finished
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint
 from ckptkit.model.quantization import LeafError
@@ -230,6 +231,8 @@ def _write(
     keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
     errors: Mapping[str, LeafError | None] = {}
+    if not dry_run:
+        forget_finished(target)
     with ExitStack() as files:
         opened = [files.enter_context(open_checkpoint(source, timeout_s=timeout_s)) for source in sources]
         files.enter_context(leased_sources([path for each in opened for path in each.sources], timeout_s))

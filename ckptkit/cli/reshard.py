@@ -12,6 +12,7 @@ from ckptkit.cli.options import JSON, MEMORY, TIMEOUT, Parsed, size
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.sources import keep_freed_memory, leased_sources
 from ckptkit.cli.text import count_text, print_json, print_line, print_notes, print_table, shape_text, size_text
+from ckptkit.conversion.destination import forget_finished
 from ckptkit.conversion.resharding import (
     Amplification,
     Mesh,
@@ -84,6 +85,8 @@ def reshard(
     if rules_path is not None and like is not None:
         raise click.UsageError("--rules and --like both define how leaves are split; give one")
     keep_freed_memory()
+    if not dry_run:
+        forget_finished(target)
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
     _join(cluster, coordinator, processes, process)
     rules = [] if rules_path is None else read_spec_rules(rules_path)

@@ -44,14 +44,25 @@ def target_url(target: str) -> str:
     """The target's one name. Raises `CheckpointError` if the target exists, or cannot be made."""
     if not properties_of(target).file_system:
         return root_url(target)  # a listing finds out whether it is free when the work begins
-    target = os.path.abspath(target.removeprefix("file://"))
-    target = os.path.join(os.path.realpath(os.path.dirname(target)), os.path.basename(target))
+    target = _path_of(target)
     if os.path.lexists(target):
-        Destination(target).drop_finished()
         raise CheckpointError(f"{target} exists already; name another target, or move it away", path=target)
     if not os.path.isdir(os.path.dirname(target)):
         raise CheckpointError(f"{os.path.dirname(target)} is not a directory; make it first", path=target)
     return target
+
+
+def _path_of(target: str) -> str:
+    path = os.path.abspath(target.removeprefix("file://"))
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
+def forget_finished(target: str) -> None:
+    """Deletes the records that a work has left which was killed after it had made `target`, a file or a directory.
+
+    For commands that write: a plan deletes nothing. Cost: a look."""
+    if properties_of(target).file_system and os.path.lexists(path := _path_of(target)):
+        Destination(path).drop_finished()
 
 
 def require_outside(target: str, sources: Iterable[str], *, timeout_s: float = 20.0) -> None:

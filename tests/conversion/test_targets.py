@@ -181,3 +181,19 @@ def test_nothing_is_written_that_is_not_read_again(
         assert ckpt("inspect", target).code == 0, limit
         return
     raise AssertionError("no limit was enough")
+
+
+@pytest.mark.parametrize("how", [("convert", "--to", "npz"), ("reshard", "--mesh", "x=2")], ids=lambda how: how[0])
+def test_dry_run_leaves_the_records_of_a_killed_work(how: tuple[str, ...], ckpt: Run, tmp_path: Path) -> None:
+    """A command that only plans would delete files."""
+    run, left = tmp_path / "run", tmp_path / ".new.ckptkit-part/journal"
+    with ckptkit.CheckpointManager(run) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": jnp.ones((4, 4))}))
+    command, *flags = how
+    assert ckpt(command, run / "1", tmp_path / "new", *flags).code == 0
+    left.mkdir(parents=True)
+    (left / "plan.json").write_text('{"plan": "0"}')
+    assert ckpt(command, run / "1", tmp_path / "new", *flags, "--dry-run").code == 1
+    assert (left / "plan.json").exists()
+    assert ckpt(command, run / "1", tmp_path / "new", *flags).code == 1
+    assert not left.parent.exists()

@@ -243,7 +243,7 @@ def _false_good(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failur
         yield Failure(kind="false good", text=f"exit code 0, and damaged: {paths}")
     made = {path for path in outcome.written if path.split("/")[0] == "dst"}
     finished = made & {"dst", "dst/commit_success.txt"} if outcome.in_place else made
-    beside = subject is not None and (subject.state == "blemished" or not subject.in_arrays)
+    beside = subject is not None and (subject.state == "blemished" or not subject.in_arrays or tree.records_damaged)
     if outcome.answer.code == CORRUPT and beside:  # damage that is told, and is in no tensor
         finished = set()
     if action.fills and outcome.answer.code not in (0, NOT_READ) and finished:
@@ -265,7 +265,10 @@ def _wrong_values(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Fail
         return
     newest = max(filter(_good_of_run, tree.facts), key=lambda fact: fact.age, default=None)
     if outcome.answer.raised:
-        if newest is not None and not tree.records_damaged and _has_to_restore(tree, newest, outcome):
+        # A record that is forged and fits its digest gives a handler of the user's files by other names.
+        of_handler = any(fact.state == "forged" for fact in tree.facts) and outcome.answer.raised == "FileNotFoundError"
+        excused = tree.records_damaged or of_handler
+        if newest is not None and not excused and _has_to_restore(tree, newest, outcome):
             yield Failure(
                 kind="false corrupt", text=f"restore(None) with {newest.path} there: {_end_of(outcome.answer.err)}"
             )
