@@ -271,7 +271,7 @@ def plainly(call: _Call) -> _Call:
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Closes at the end of a `with` block. An error of the block comes first: what `close` raises is one of its notes."""
+    """Closes at the end of a `with` block. Where the block ended by `error`, what `close` raises is a note of it."""
     try:
         close()
     except Exception as failure:

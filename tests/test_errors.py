@@ -353,11 +353,16 @@ def test_error_of_the_block_comes_before_that_of_close(tmp_path: Path, mounts: M
     """The person would see what followed, with a chain of sixty lines, and not what ended the job."""
     place = mounts.small(tmp_path / "small", "2m")
     state = {"w": np.ones(100_000, np.float32)}
-    with pytest.raises(KeyError, match="mine") as raised, ckptkit.CheckpointManager(place / "run") as manager:
-        manager.save(1, args=args.StandardSave(state))
-        manager.wait_until_finished()
-        fill(place / "rest")
-        manager.save(2, args=args.StandardSave(state))
-        raise KeyError("mine")
+
+    def job() -> None:
+        with ckptkit.CheckpointManager(place / "run") as manager:
+            manager.save(1, args=args.StandardSave(state))
+            manager.wait_until_finished()
+            fill(place / "rest")
+            manager.save(2, args=args.StandardSave(state))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        job()
     (note,) = raised.value.__notes__
     assert "SaveFailedError: step 2 was not committed" in note

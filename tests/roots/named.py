@@ -13,6 +13,7 @@ import numpy as np
 
 from ckptkit.durable.lifecycle import epochs
 from ckptkit.model.digests import digest_of
+from tests.durable.test_leases import ended_process
 from tests.model.hostile import sealed
 from tests.roots.tree import ROOT, StrangeRoot, Tree
 
@@ -121,7 +122,7 @@ def _leased(tree: Tree, name: str) -> None:
 
 
 def _doomed(tree: Tree, name: str) -> None:
-    record = {"steps": [3], "beat": 1, "lease_s": 60.0, "holder": name}
+    record = {"steps": [3], "beat": 1, "lease_s": 60.0, "holder": name, "process": ended_process()}
     tree.put(f"{ROOT}/_ckptkit/leases/doomed-{'e' * 32}.json", json.dumps(record))
 
 

@@ -29,7 +29,8 @@ class StepFact:
     the values were changed or are missing. `undetectable`: the same, and nothing has a checksum of them. `unfinished`:
     never committed. `forged`: a record has a name that no writer writes; a command may see it, or have no use for it.
     `in_arrays`: the damage is in what the values of arrays need. `of_run`: a step of the root's own run, in the root.
-    `elsewhere`: a run of another root saved it, so it counts as the oldest. `held`: pinned or leased. `abandoned`: a rollback began from an older step.
+    `elsewhere`: a run of another root saved it, so it counts as the oldest. `held`: pinned or leased.
+    `abandoned`: a rollback began from an older step.
     """
 
     path: str

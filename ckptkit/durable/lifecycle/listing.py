@@ -111,7 +111,7 @@ class RootSteps:
 
     @property
     def notes(self) -> list[str]:
-        """The directories that are left out and why, one sentence for each reason; and steps that came from elsewhere."""
+        """The directories that are left out and why, one sentence for each reason; then steps of another root."""
         notes = [f"{_WHY[why]}: {first_of(names, _NAMES_MAX)}" for why, names in self.left_out.items()]
         others = [each.place.name for each in self.steps if each.identity.of_another_root]
         return [*notes, f"{_OF_OTHERS}: {first_of(others, _NAMES_MAX)}"] if others else notes
