@@ -89,7 +89,8 @@ class Decider:
         self._last: int | None = None
         self._base: int | None = None  # the step from which the run continues, until it saves
         self._durable_owed = False
-        self._by_clock = any(isinstance(tier.save, TierClockPolicy) for tier in tiers)
+        self._by_step = [(tier.name, tier.save) for tier in tiers if isinstance(tier.save, TierSavePolicy)]
+        self._by_clock = [(tier.name, tier.save) for tier in tiers if isinstance(tier.save, TierClockPolicy)]
         self._taken_s: dict[str, float] = {}  # by tier, when it last took a step, or one was restored; monotonic
         self.refill(durable_steps)
 
@@ -137,6 +138,11 @@ class Decider:
         behind_from = max(self._durable[-1].step + 1 if self._durable else 0, step - _LOOKED_BACK_STEPS)
         self._durable_owed = any(self._durable_due(each, False, False) for each in range(behind_from, step + 1))
 
+    @property
+    def knows_last(self) -> bool:
+        """Whether it knows which step was taken last, so that nobody has to look that up for it."""
+        return self._last is not None
+
     def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
         """The reason why no tier can take `step` under any policy; None if the policies decide.
 
@@ -180,7 +186,7 @@ class Decider:
 
     def _fast_due(self, step: int) -> set[str]:
         """The fast tiers whose policies take `step`; those that look at a clock are asked on process 0."""
-        due = {t.name for t in self._tiers if isinstance(t.save, TierSavePolicy) and t.save.due(step)}
+        due = {name for name, policy in self._by_step if policy.due(step)}
         if self._by_clock:
             due |= set(self._coordinator.ask_process_0("tiers-by-clock", self._due_by_clock))
         return due
@@ -188,11 +194,7 @@ class Decider:
     def _due_by_clock(self) -> list[str]:
         now_s = clock.monotonic_s()
         passed_s = {name: now_s - taken_s for name, taken_s in self._taken_s.items()}
-        return [
-            tier.name
-            for tier in self._tiers
-            if isinstance(tier.save, TierClockPolicy) and tier.save.due_after(passed_s.get(tier.name))
-        ]
+        return [name for name, policy in self._by_clock if policy.due_after(passed_s.get(name))]
 
     def _durable_due(self, step: int, reached_preemption: bool, is_saving: bool) -> bool:
         checks = self._options.enable_should_save_is_saving_in_progress_check

@@ -181,11 +181,14 @@ class SaveFlow:
         return bool(self._due(step, force=False, reached=self._reached_preemption(step)))
 
     def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
-        last, is_saving = self._ledger.latest_step(), not self._threads.idle
+        last, is_saving = self._latest(), not self._threads.idle
         return self._decider.due(step, last=last, reached_preemption=reached, force=force, is_saving=is_saving)
 
     def _refusal(self, step: int, *, force: bool) -> str | None:
-        return self._decider.refusal(step, last=self._ledger.latest_step(), force=force)
+        return self._decider.refusal(step, last=self._latest(), force=force)
+
+    def _latest(self) -> int | None:
+        return None if self._decider.knows_last else self._ledger.latest_step()
 
     def _reached_preemption(self, step: int) -> bool:
         return bool(self._durable_steps.stock.orbax.reached_preemption(step))
