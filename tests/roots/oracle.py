@@ -25,6 +25,7 @@ from tests.roots.tree import OTHER, ROOT, StepFact, Tree
 FailureKind = Literal["bytes lost", "false corrupt", "false good", "internal error"]
 CORRUPT: Final = 11  # the exit code of the command for damage
 NOT_READ: Final = 13  # and for an item that only its own handler reads: the rest was read
+USAGE: Final = 2  # for words that no command takes
 # Commands that show or write leaves by their names need the files that name them, though a restart does not.
 _NEED_METADATA: Final = [("inspect",), ("convert",), ("extract",), ("merge",), ("diff",), ("reshard",), ("explain",)]
 
@@ -348,6 +349,8 @@ def _untold(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
     by the damage of one."""
     looks = action.arguments[:1] and action.arguments[0] in (*_LOOK_INTO_STEPS, "convert", "copy")
     if action.call is not None or not looks or action.arguments[1] != "{root}" or tree.records_damaged:
+        return
+    if outcome.answer.code == USAGE:  # a bucket is no fast tier: nothing was looked at
         return
     said = f"{outcome.answer.out}{outcome.answer.err}"
     unproven = [fact.path for fact in tree.facts if fact.state == "unproven" and fact.ours and fact.of_run]
