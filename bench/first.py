@@ -28,12 +28,14 @@ _ROWS: Final = 1000
 # A ramdisk alone; the same after `prepare`; the durable tier alone, on the same mount.
 OURS: Final = ("ckptkit", "ckptkit_prepared", "ckptkit_durable")
 FIGURES: Final = {
-    "first_save_ms": ("save_s", 0, 1e3, "the first `save` of a process holds its caller"),
-    "later_save_ms": ("save_s", 2, 1e3, "a later `save` holds its caller"),
-    "first_step_ms": ("step_s", 0, 1e3, "the step after the first `save`, which donates what is being saved"),
-    "later_step_ms": ("step_s", 2, 1e3, "the same after a later `save`"),
-    "first_committed_s": ("committed_s", 0, 1.0, "from the first `save` to its commit"),
-    "later_committed_s": ("committed_s", 2, 1.0, "the same of a later `save`"),
+    "first_save_ms": (("save_s",), 0, 1e3, "the first `save` of a process holds its caller"),
+    "later_save_ms": (("save_s",), 2, 1e3, "a later `save` holds its caller"),
+    "first_step_ms": (("step_s",), 0, 1e3, "the step after the first `save`, which donates what is being saved"),
+    "later_step_ms": (("step_s",), 2, 1e3, "the same after a later `save`"),
+    "first_both_s": (("save_s", "step_s"), 0, 1.0, "the first `save` and the step after it: what the loop waits"),
+    "later_both_s": (("save_s", "step_s"), 2, 1.0, "the same of a later `save`"),
+    "first_committed_s": (("committed_s",), 0, 1.0, "from the first `save` to its commit"),
+    "later_committed_s": (("committed_s",), 2, 1.0, "the same of a later `save`"),
 }
 
 
@@ -110,9 +112,14 @@ def contenders() -> list[str]:
 
 def figures(samples: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """One value of each process for each of FIGURES: of the later saves the median."""
+
+    def of(sample: Mapping[str, Sequence[float]], parts: Sequence[str], since: int) -> float:
+        sums = [sum(values) for values in zip(*(sample[part] for part in parts), strict=True)]
+        return sums[0] if since == 0 else median(sums[since:])
+
     return {
-        figure: [scale * (each[part][0] if first == 0 else median(each[part][first:])) for each in samples]
-        for figure, (part, first, scale, _) in FIGURES.items()
+        figure: [scale * of(each, parts, since) for each in samples]
+        for figure, (parts, since, scale, _) in FIGURES.items()
     }
 
 

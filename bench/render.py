@@ -18,11 +18,11 @@ BEGIN, END = "<!-- figures: `make figures` writes what is between these lines --
 # The rows of the README, as sentences; the rest is in the report. One of them is a row in which ckptkit loses.
 README_FIGURES = {
     ("gpu", "loss_s"): "A save delays a loop on a GPU",
-    ("gpu", "committed_s"): "A save on a GPU, until the ramdisk has it",
     ("gpu", "restore_s"): "Restore to a GPU from the ramdisk, every byte verified",
     ("faults", "wrong_runs"): "Trainings with injected bit flips that ended with wrong bits",
     ("faults", "resume_s"): "From a killed process to its next training step",
     ("commit", "commit_gbps"): "Commit on the ramdisk, CPU devices",
+    ("first", "first_both_s"): "The first `save` of a process with the step after it, CPU devices",
     ("stall", "blocking_ms.in_flight"): "`save` holds its caller while a step still runs, CPU devices",
     ("durable", "bucket_save_requests"): "Requests of a save to a bucket",
 }
