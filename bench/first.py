@@ -30,9 +30,7 @@ OURS: Final = ("ckptkit", "ckptkit_prepared", "ckptkit_durable")
 FIGURES: Final = {
     "first_save_ms": (("save_s",), 0, 1e3, "the first `save` of a process holds its caller"),
     "later_save_ms": (("save_s",), 2, 1e3, "a later `save` holds its caller"),
-    "first_step_ms": (("step_s",), 0, 1e3, "the step after the first `save`, which donates what is being saved"),
-    "later_step_ms": (("step_s",), 2, 1e3, "the same after a later `save`"),
-    "first_both_s": (("save_s", "step_s"), 0, 1.0, "the first `save` and the step after it: what the loop waits"),
+    "first_both_s": (("save_s", "step_s"), 0, 1.0, "the first `save` and the step after it, which donates the state"),
     "later_both_s": (("save_s", "step_s"), 2, 1.0, "the same of a later `save`"),
     "first_committed_s": (("committed_s",), 0, 1.0, "from the first `save` to its commit"),
     "later_committed_s": (("committed_s",), 2, 1.0, "the same of a later `save`"),

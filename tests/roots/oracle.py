@@ -350,7 +350,7 @@ def _untold(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
     looks = action.arguments[:1] and action.arguments[0] in (*_LOOK_INTO_STEPS, "convert", "copy")
     if action.call is not None or not looks or action.arguments[1] != "{root}" or tree.records_damaged:
         return
-    if outcome.answer.code == USAGE:  # a bucket is no fast tier: nothing was looked at
+    if outcome.answer.code == USAGE:  # as where a bucket is given for a fast tier
         return
     said = f"{outcome.answer.out}{outcome.answer.err}"
     unproven = [fact.path for fact in tree.facts if fact.state == "unproven" and fact.ours and fact.of_run]
