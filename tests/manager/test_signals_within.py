@@ -13,7 +13,7 @@ SHORT = [
     ("save", "ask", "ram", 41, 30),
     ("save", "save", "ram", 53, 25),
     ("save", "exit", "durable", 89, 15),
-    ("should_save", "save", "policy", 31, 10),
+    ("should_save", "save", "policy", 27, 10),
     ("wait_until_finished", "exit", "ram", 13, 10),
     ("emit", "save", "ram", 7, 5),
 ]

@@ -315,6 +315,8 @@ class SimProcess:
 
     # The interface of `Decider` for the flow: the plan of the run has decided.
 
+    knows_last = True
+
     def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
         """See `Decider.refusal`."""
         return None

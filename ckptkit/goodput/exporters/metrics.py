@@ -36,7 +36,7 @@ METRICS = (
     Metric(
         "ckptkit_saves_staged_total",
         "counter",
-        "Saves whose copy out of the devices was finished, so that the step loop went on.",
+        "Saves that let the step loop go on.",
     ),
     Metric("ckptkit_commits_total", "counter", "Saves that a tier holds on all processes.", ("tier",)),
     Metric("ckptkit_commit_bytes_total", "counter", "Bytes of this process in committed saves.", ("tier",)),
@@ -44,7 +44,7 @@ METRICS = (
     Metric("ckptkit_saves_failed_total", "counter", "Saves that failed in a tier.", ("tier",)),
     Metric("ckptkit_saves_retried_total", "counter", "Saves that were tried again.", ("tier",)),
     Metric("ckptkit_restores_total", "counter", "Restores."),
-    Metric("ckptkit_restored_bytes_total", "counter", "Bytes that restores of this process read.", ("tier",)),
+    Metric("ckptkit_restored_bytes_total", "counter", "Bytes that restores of this process got.", ("tier",)),
     Metric(
         "ckptkit_restores_rejected_total", "counter", "Saves, and copies of them, that a restore refused.", ("tier",)
     ),
@@ -60,7 +60,7 @@ METRICS = (
     ),
     Metric("ckptkit_span_seconds_total", "counter", "Seconds in spans of the loop and the manager.", ("span",)),
     Metric("ckptkit_save_stall_seconds", "histogram", "How long a save held the step loop.", (), _STALL_S),
-    Metric("ckptkit_commit_seconds", "histogram", "From the copy to the commit.", ("tier",), _LONG_S),
+    Metric("ckptkit_commit_seconds", "histogram", "From staging to the commit.", ("tier",), _LONG_S),
     Metric("ckptkit_restore_seconds", "histogram", "How long a restore took.", (), _LONG_S),
     Metric(
         "ckptkit_tier_degraded",
@@ -78,7 +78,7 @@ METRICS = (
     Metric(
         "ckptkit_goodput_estimate_ratio",
         "gauge",
-        "Share of the time since this start that was not before the first step, nor in spans other than steps.",
+        "Share of this start's time after the first step and outside spans other than steps.",
     ),
 )
 # Values of labels that are known at the start. The tiers come with the event, and the loop makes up its own spans.
