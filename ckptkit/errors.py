@@ -270,13 +270,14 @@ def plainly(call: _Call) -> _Call:
     return cast("_Call", called)
 
 
-def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Closes at the end of a `with` block. Where the block ended by `error`, what `close` raises is a note of it."""
+def close_noted(error: Exception, close: Callable[[], None]) -> None:
+    """Closes at the end of a `with` block that ended by `error`: what `close` raises is one of its notes.
+
+    Not for SystemExit: nobody sees notes of that one, and its exit code would hide a save that is lost.
+    """
     try:
         close()
-    except Exception as failure:
-        if error is None:
-            raise
+    except Exception as failure:  # noqa: BLE001  it is told, with the error that came first
         error.add_note(f"and at the end of the block: {type(failure).__name__}: {failure}")
 
 

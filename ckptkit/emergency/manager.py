@@ -22,7 +22,7 @@ from ckptkit.errors import (
     NoRestorableStepError,
     StepNotFoundError,
     TreeMismatchError,
-    close_after,
+    close_noted,
 )
 from ckptkit.manager import CheckpointManager as TierManager
 from ckptkit.model.policies import ProcessOptions
@@ -226,7 +226,10 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        close_after(error, self.close)
+        if isinstance(error, Exception):
+            close_noted(error, self.close)
+        else:
+            self.close()
 
     @property
     def _managers(self) -> list[TierManager]:

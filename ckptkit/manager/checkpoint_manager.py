@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, refuse_options, refuse_part_of_job
 from ckptkit.durable.orbax.reports import save_entry
-from ckptkit.errors import SaveFailedError, close_after, plainly
+from ckptkit.errors import SaveFailedError, close_noted, plainly
 from ckptkit.events import EventLog, default_log
 from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
@@ -439,7 +439,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        close_after(error, self.close)
+        if isinstance(error, Exception):
+            close_noted(error, self.close)
+        else:
+            self.close()
 
     # The additions of ckptkit.
 

@@ -88,7 +88,9 @@ class SaveId:
         return save_id
 
     def __str__(self) -> str:
-        return f"{self.step}@{self.epoch}.{self.number}" if self.ours else f"{self.step} (Orbax's)"
+        if self.ours:
+            return f"{self.step}@{self.epoch}.{self.number}"
+        return f"{self.step} (of another root)" if self.of_another_root else f"{self.step} (Orbax's)"
 
 
 ID_CHARS = 16  # hexadecimal digits of a run or a root: 64 random bits

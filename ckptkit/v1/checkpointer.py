@@ -21,7 +21,7 @@ from typing_extensions import deprecated
 
 from ckptkit.durable.orbax import v1 as v1_checks
 from ckptkit.durable.read_step import DurableReader, without_identity
-from ckptkit.errors import ItemNotFoundError, StepNotFoundError, close_after
+from ckptkit.errors import ItemNotFoundError, StepNotFoundError, close_noted
 from ckptkit.manager import CheckpointManager
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.v1.arguments import METRICS, restore_args, save_args
@@ -303,7 +303,10 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        close_after(error, self.close)
+        if isinstance(error, Exception):
+            close_noted(error, self.close)
+        else:
+            self.close()
 
     @deprecated("Use `save` instead.")
     def save_pytree(self, *args: Any, **kwargs: Any) -> bool:

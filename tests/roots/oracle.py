@@ -244,8 +244,9 @@ def _false_good(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failur
         yield Failure(kind="false good", text=f"exit code 0, and damaged: {paths}")
     made = {path for path in outcome.written if path.split("/")[0] == "dst"}
     finished = made & {"dst", "dst/commit_success.txt"} if outcome.in_place else made
-    beside = subject is not None and (subject.state == "blemished" or not subject.in_arrays or tree.records_damaged)
-    if outcome.answer.code == CORRUPT and beside:  # damage that is told, and is in no tensor
+    of_records = tree.records_damaged and subject is not None and subject.whole
+    beside = subject is not None and (subject.state == "blemished" or not subject.in_arrays)
+    if outcome.answer.code == CORRUPT and (beside or of_records):  # damage that is told, and is in no tensor
         finished = set()
     if action.fills and outcome.answer.code not in (0, NOT_READ) and finished:
         text = f"exit code {outcome.answer.code}, and there is a target: {_end_of(outcome.answer.err)}"
@@ -267,8 +268,8 @@ def _wrong_values(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Fail
     newest = max(filter(_good_of_run, tree.facts), key=lambda fact: fact.age, default=None)
     if outcome.answer.raised:
         # A record that is forged and fits its digest gives a handler of the user's files by other names.
-        of_handler = any(fact.state == "forged" for fact in tree.facts) and outcome.answer.raised == "FileNotFoundError"
-        excused = tree.records_damaged or of_handler
+        forged = any(fact.state == "forged" and fact.kind == "ckptkit custom handler" for fact in tree.facts)
+        excused = tree.records_damaged or (forged and outcome.answer.raised == "FileNotFoundError")
         if newest is not None and not excused and _has_to_restore(tree, newest, outcome):
             yield Failure(
                 kind="false corrupt", text=f"restore(None) with {newest.path} there: {_end_of(outcome.answer.err)}"
@@ -350,8 +351,8 @@ def _untold(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
     looks = action.arguments[:1] and action.arguments[0] in (*_LOOK_INTO_STEPS, "convert", "copy")
     if action.call is not None or not looks or action.arguments[1] != "{root}" or tree.records_damaged:
         return
-    if outcome.answer.code == USAGE:  # as where a bucket is given for a fast tier
-        return
+    if outcome.answer.code == USAGE and outcome.place.startswith("gs://") and "--tier" in action.arguments:
+        return  # a bucket is no fast tier: nothing was looked at
     said = f"{outcome.answer.out}{outcome.answer.err}"
     unproven = [fact.path for fact in tree.facts if fact.state == "unproven" and fact.ours and fact.of_run]
     untold = [path for path in unproven if path not in said]
