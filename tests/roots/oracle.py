@@ -352,7 +352,7 @@ def _untold(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
     if action.call is not None or not looks or action.arguments[1] != "{root}" or tree.records_damaged:
         return
     if outcome.answer.code == USAGE and outcome.place.startswith("gs://") and "--tier" in action.arguments:
-        return  # a bucket is no fast tier: nothing was looked at
+        return  # no fast tier lies in a bucket: the command looked at nothing
     said = f"{outcome.answer.out}{outcome.answer.err}"
     unproven = [fact.path for fact in tree.facts if fact.state == "unproven" and fact.ours and fact.of_run]
     untold = [path for path in unproven if path not in said]
