@@ -38,8 +38,8 @@ class ElasticBatches(grain.DatasetIterator):
 
     Args:
       data: the records, in the order of the run. Shuffle and repeat them before.
-      global_batch: rows of a step over all processes. A restore may change it, except together with `batch_of`: the
-        order of records stays the same.
+      global_batch: rows of a step over all processes. A restore may change it: the order of records stays the same.
+        Not together with `batch_of`, now or later in the run.
       rows: the rows of this process, or the sharding of the batch, whose local rows are read.
         Default: an even, consecutive part for each process of the JAX job.
       batch_fn: makes a batch from the list of a step's records. Default: NumPy arrays are stacked, leaf by leaf.
@@ -127,6 +127,12 @@ class ElasticBatches(grain.DatasetIterator):
                 f"global_batch is {position.global_batch} in the saved position, {self._global_batch} here: batches "
                 "are skipped by number (batch_of), so they have to stay the same"
             )
+        if self._batch_of and not self._is_numbered(position, self._batch_of):
+            raise ValueError(
+                f"step {position.step} continues at record {position.record}, and batch {position.step} begins at "
+                f"record {position.step * self._global_batch}: the run has changed its batch size, and batch_of counts "
+                "batches of one size from record 0; continue without it"
+            )
         self._source.close()
         self._is_open = False
         self._step = position.step
@@ -162,6 +168,15 @@ class ElasticBatches(grain.DatasetIterator):
             return LoaderSource(data, self._global_batch, self._rows, stacked)
         streams = [data] if isinstance(data, grain.IterDataset | grain.DataLoader) else list(data)
         return StreamSource(streams, self._global_batch, self._rows, stacked)
+
+    def _is_numbered(self, position: DataPosition, batch_of: Callable[[int], int]) -> bool:
+        """Whether a position lies between two batches of this size, counted from record 0.
+
+        It was saved before later batches were skipped: then it lies before the batch that its step takes now.
+        """
+        batch, rest = divmod(position.record, self._global_batch)
+        now = batch_of(position.step)
+        return rest == 0 and (batch == now or position.step <= batch < now)
 
     def _record_of(self) -> Callable[[int], int]:
         """The first record of a step. The function goes to threads and worker processes, so it holds values alone."""

@@ -226,8 +226,25 @@ def test_skipped_batches_are_left_out() -> None:
     assert taken == expected
     assert batches.get_state()["record"] == RECORDS * EPOCHS
     again = ElasticBatches(data, 8, batch_of=skips.batch_of)
-    again.set_state({**batches.get_state(), "step": 3})
+    again.set_state({**batches.get_state(), "step": 3, "record": 24})  # as it was saved before the skip
     assert next(again).tolist() == expected[1]
+
+
+def test_batches_are_skipped_by_number_only_where_all_have_one_size() -> None:
+    """Batch 5 of 4 records begins at record 20. A run that took 2 batches of 8 before would repeat or skip records."""
+    (large,) = job(shuffled, 8, 1)
+    take([large], 2)
+    small = ElasticBatches(shuffled(), 4)
+    small.set_state(large.get_state())
+    take([small], 3)
+    with pytest.raises(ValueError, match="step 5 continues at record 28, and batch 5 begins at record 20: the run has"):
+        ElasticBatches(shuffled(), 4, batch_of=Skips(()).batch_of).set_state(small.get_state())
+    skips = Skips(((1, 3),))
+    skipping = ElasticBatches(shuffled(), 4, batch_of=skips.batch_of)
+    take([skipping], 2)
+    more = ElasticBatches(shuffled(), 4, batch_of=Skips(((1, 3), (4, 6))).batch_of)
+    more.set_state(skipping.get_state())
+    assert next(more).tolist() == [shuffled()[i] for i in range(24, 28)]
 
 
 def test_data_that_ends_within_a_batch_leaves_the_rest_out() -> None:
