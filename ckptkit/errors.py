@@ -297,7 +297,7 @@ def _shortened(error: CheckpointError) -> bool:
 
 
 class TierUnusableError(CheckpointError, ValueError):
-    """A tier cannot be used as it was declared (not writable, too small, held by another process)."""
+    """A tier cannot be used as it was declared: not writable, without locks, or all its directories are in use."""
 
 
 _HEARD = {

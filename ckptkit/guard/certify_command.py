@@ -13,7 +13,7 @@ import click
 import orbax.checkpoint as ocp
 
 from ckptkit.cli.exits import Exit, exit_with
-from ckptkit.cli.options import DRY_RUN, JSON, STEP_PREFIX, TIMEOUT, seconds
+from ckptkit.cli.options import JSON, STEP_PREFIX, TIMEOUT, seconds
 from ckptkit.cli.text import count_text, print_json, print_line, printable
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.guard import Certificate, Difference, NewSave, ReplayPlan, replay, replay_new
@@ -52,7 +52,7 @@ _POLL_S = 2.0  # between looks at the root of a running job
     help="For --watch: end after this time without a new save [default: never].",
 )
 @STEP_PREFIX
-@DRY_RUN
+@click.option("--dry-run", is_flag=True, help="Replay, and record no save as certified: the root is not changed.")
 @JSON
 @TIMEOUT
 def certify(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
+from ckptkit import errors
 from tools.api_docs import PAGE, rewritten
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,17 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert public <= told, sorted(public - told)
     gone = [name for name in told if not hasattr(ckptkit, name) and find_spec(f"ckptkit.{name}") is None]
     assert not gone, "names that no longer exist"  # a package is an attribute only after its import
+
+
+def test_every_error_on_the_page_of_errors_is_in_the_reference() -> None:
+    """A person with an error would look for its class in vain."""
+    public = {
+        name for name, found in vars(errors).items() if isinstance(found, type) and found.__module__ == errors.__name__
+    }
+    told = set(re.findall(r"`(\w+Error)`", (ROOT / "docs" / "ERRORS.md").read_text())) & public
+    assert len(told) > 20
+    reference = (ROOT / "docs" / "api.md").read_text()
+    assert not {name for name in told if not re.search(rf"^::: ckptkit\.\S*{name}$", reference, re.MULTILINE)}
 
 
 def test_tables_of_the_reference_are_those_of_the_docstrings() -> None:
