@@ -162,10 +162,7 @@ class RestoreFlow:
                 f"process {process}: {each['refused']}" for process, each in enumerate(reports) if each["refused"]
             ]
             if refused:
-                raise CheckpointError(
-                    f"{refused[0]}. Nothing is restored while it may hold the newest step: give this user access, or "
-                    "remove it"
-                )
+                raise CheckpointError(f"{refused[0]}. Nothing is restored while it may hold the newest step")
             restore.reports = [[Held.from_json(entry) for entry in each["held"]] for each in reports]
             ranked = self._inventory.candidates(restore.reports, restore.step, looked_into)
             damaged = any(each["damaged"] for each in reports)

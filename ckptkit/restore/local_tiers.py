@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 
 from ckptkit.durable.cells.reader import Wanted
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError, Reason
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, NewerFormatError, PeerUnreachableError, Reason
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId
@@ -79,7 +79,7 @@ class LocalTiers:
         self._events = events
         self._manifests = ManifestCache()
         self._reported: set[str] = set()  # since the last look
-        self.refused: str | None = None  # what may not be read, at the last look: it is not absent
+        self.refused: str | None = None  # what cannot be read, at the last look, and what to do: it is not absent
         self.damaged = 0  # manifests, at the last look: what they recorded is not known
 
     def repair_command(self, url: str) -> str:
@@ -93,7 +93,7 @@ class LocalTiers:
         self.refused, self.damaged = None, 0
         self._reported.clear()
         for tier, host_dir in self._host_dirs.items():
-            pairs, damaged = read_manifests(readable_slot_directories(host_dir), self._manifests)
+            pairs, damaged = self._read(readable_slot_directories(host_dir))
             self.damaged += len(damaged)
             for error in damaged:
                 self._events.emit(Kind.REJECTED, step=error.step, tier=tier, reason=str(error))
@@ -102,6 +102,20 @@ class LocalTiers:
                 found.setdefault(manifest.save_id, {}).setdefault(tier, []).append((directory, manifest))
         self._manifests.keep_only(pair for tiers in found.values() for pairs in tiers.values() for pair in pairs)
         return {save: LocalSave(save_id=save, held=tiers) for save, tiers in found.items()}
+
+    def _read(self, directories: Sequence[Path]) -> tuple[list[tuple[Path, Manifest]], list[CorruptCheckpointError]]:
+        """As `read_manifests`. A newer version's directory is refused: other hosts may have none, and would wait."""
+        found: list[tuple[Path, Manifest]] = []
+        damaged: list[CorruptCheckpointError] = []
+        for directory in directories:
+            try:
+                pairs, errors = read_manifests([directory], self._manifests)
+            except NewerFormatError as error:
+                self.refused = self.refused or str(error)
+                continue
+            found += pairs
+            damaged += errors
+        return found, damaged
 
     def holdings(self, save: LocalSave | None) -> Holdings:
         """One source per slot directory, so that a reader knows the place of a record's bytes; tiers in their order.
@@ -141,7 +155,7 @@ class LocalTiers:
 
     def _note_refusal(self, error: BaseException | None, text: str) -> None:
         if isinstance(error, PermissionError):
-            self.refused = self.refused or text
+            self.refused = self.refused or f"{text}: give this user access, or remove it"
 
 
 def _with_joined(pairs: list[tuple[Source, BoxReader]], tier: str) -> list[tuple[Source, BoxReader]]:

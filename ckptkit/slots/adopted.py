@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from ckptkit.errors import CheckpointError
+from ckptkit.errors import CheckpointError, NewerFormatError
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.slots.directory import give_up, remove_directory, remove_slots, remove_unfinished, take_left
@@ -33,7 +33,10 @@ class AdoptedDirectories:
     def take(self, host_dir: Path) -> None:
         """Takes those that no process holds."""
         for directory, fd in take_left(host_dir):
-            self._directories.append(_Directory(directory, fd, synced=self._synced))
+            try:
+                self._directories.append(_Directory(directory, fd, synced=self._synced))
+            except NewerFormatError:  # it stays as it is; a restore, where all processes hear of it, raises
+                give_up(fd)
         self._remove_empty()
 
     def keep(self, save_ids: Collection[SaveId], *, or_newest: bool = False) -> None:

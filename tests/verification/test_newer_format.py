@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 import ckptkit
-from ckptkit.errors import NewerFormatError
+from ckptkit.errors import CheckpointError, NewerFormatError
 from ckptkit.inspection import list_steps
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import FORMAT
@@ -47,3 +48,16 @@ def test_files_of_a_newer_version_are_neither_damage_nor_touched(job: Job, ckpt:
         assert [(proof.state, len(proof.unread)) for proof in found.steps] == [("unproven", 1)] * 2
         assert ckpt("verify", job.root).code == 13
         assert [each.step for each in list_steps(str(job.root), host_id=HOST).steps] == [0, 1]
+
+
+def test_newer_slots_of_one_host_are_an_error_that_all_processes_hear(job: Job) -> None:
+    """A host that joined later has no slots: its process waited 600 s for those whose look at the tiers had raised."""
+    left = job.slots("ram").with_name("1")  # of a process that this job does not have: one of the host adopts it
+    shutil.copytree(job.slots("ram"), left)
+    for path in left.glob("step-*.json"):
+        make_newer(path)
+    before = content(left)
+    said = rf"process 0: .*has format {FORMAT + 1}, of a newer ckptkit.*: install it. Nothing is restored while"
+    with job.manager() as manager, pytest.raises(CheckpointError, match=said):
+        manager.restore(None, args=restore_args(abstract(make_state(0))))
+    assert content(left) == before
