@@ -130,7 +130,7 @@ PACKAGES_keras := keras==3.15.1
 PACKAGES_tunix := google-tunix==0.1.7 transformers==5.4.0 datasets==5.2.0
 strangers: $(STRANGERS:%=stranger-%) ## Public trainers over ckptkit, each in an environment of its own
 
-# The one that installs and trains fastest; `make test` has that of Flax itself.
+# The one that installs and trains fastest; NAME=long has that of Flax itself.
 strangers-ci: stranger-blaxbird ## One of them
 
 .venv-stranger-%/.ready: pyproject.toml

@@ -25,7 +25,7 @@ COMMANDS = (
     "ckptkit diff run/100 run/200 --rtol 1e-3",
     "ckptkit reshard run/200 new/200 --mesh data=2,model=4",
 )
-_COLUMNS = 124
+COLUMNS = 124
 _HOST = "host-a"
 # A progress bar that is removed at its end, and a line of progress that the next one overwrites.
 _ERASED = re.compile(r"[^\n]*\n\x1b\[\?25h\r\x1b\[1A\x1b\[2K|[^\n]*\r(?:\x1b\[K)*")
@@ -68,11 +68,11 @@ def save_steps(root: Path, **more: Any) -> None:
             params["norm"] = params["norm"] + 1e-5
 
 
-def shown(command: str, home: Path, *, codes: tuple[int, ...] = (0, 20)) -> str:
+def shown(command: str, home: Path, *, codes: tuple[int, ...] = (0, 20), columns: int = COLUMNS) -> str:
     """The terminal's output of a command of the shell that is run in `home`. Raises RuntimeError for another code."""
     main, terminal = pty.openpty()
     paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(SVG.parents[1])}
-    environment = {**os.environ, **paths, "COLUMNS": str(_COLUMNS), "TERM": "xterm-256color"}
+    environment = {**os.environ, **paths, "COLUMNS": str(columns), "TERM": "xterm-256color"}
     process = subprocess.Popen(
         ["bash", "-c", command], cwd=home, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
     )
@@ -94,7 +94,7 @@ def shown(command: str, home: Path, *, codes: tuple[int, ...] = (0, 20)) -> str:
 def picture(session: Iterable[tuple[str, str]]) -> str:
     """Commands with their output as an SVG."""
     with open(os.devnull, "w") as nowhere:
-        console = Console(record=True, width=_COLUMNS, file=nowhere, force_terminal=True)
+        console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
         for command, output in session:
             console.print(Text("$ ", style="green") + Text(command, style="bold"))
             console.print(Text.from_ansi(output))

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ckptkit.guard.replaying import replay as replay
     from ckptkit.guard.replaying import replay_new as replay_new
     from ckptkit.guard.rules import Divergence as Divergence
+    from ckptkit.guard.rules import Finding as Finding
     from ckptkit.guard.rules import NonFinite as NonFinite
+    from ckptkit.guard.rules import Reading as Reading
     from ckptkit.guard.rules import Rule as Rule
     from ckptkit.guard.rules import Spike as Spike
 

@@ -110,11 +110,11 @@ class WarmStart:
 class HangPolicy:
     """When a job that makes no step is lost: after `limit_s`, also before the first step of an attempt.
 
-    Where that is None, only a loop that marks its steps has a limit: it calls `should_save`, `save` or a `step` span
+    If it is None, only a loop that marks its steps has a limit: it calls `should_save`, `save` or a `step` span
     far more often than it saves. A loop that calls the manager only where it saves is never ended, because its next
     call may be hours away. The learnt limit is ten times the longest pause of this job between two steps, and 1,800 s
-    at least. Before the first step of an attempt it is ten times the longest time to a first step. When it has passed
-    once, the stacks go to the log; when it has passed twice, the job is lost.
+    at least. Before the first step of an attempt it is ten times the longest time to a first step. When a learnt limit
+    has passed once, the stacks go to the log; when it has passed twice, the job is lost.
     """
 
     limit_s: float | None = None

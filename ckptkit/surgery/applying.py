@@ -99,7 +99,7 @@ def restore_into(
     Args:
       source: a manager (all its tiers are looked at), a root with steps, a step's directory, or the directory of one
         array item. Items of our steps are read with their checksums, items outside of a step by Orbax.
-      step: which step of a manager or a root; None for the newest that verifies completely.
+      step: which step of a manager or a root; None for the newest whose taken leaves verify.
       target: the new model (an NNX node gives its `nnx.State`), or any tree. Leaves that are `ShapeDtypeStruct`s can
         be taken and not initialised; where they name a sharding, the arrays get it, else that of the save.
       rules: see `plan_surgery`.

@@ -33,6 +33,23 @@ def test_files_become_one_section_by_kind(tree: Path) -> None:
     assert [path.name for path in (tree / "changes").iterdir()] == ["README.md"]
 
 
+def test_first_release_gives_its_section_the_day_and_takes_what_came_later(tree: Path) -> None:
+    """The first release was refused: the page had its section already."""
+    begun = (
+        "# Changelog\n\nThe rule.\n\n## 0.2.0 (unreleased)\n\nFirst.\n\n### New\n\n- Old.\n\n### Files\n\nFormat 3.\n"
+    )
+    (tree / "CHANGELOG.md").write_text(begun + "\n## 0.1.0\n\nInternal.\n")
+    section = join(tree, "0.2.0", "2026-12-01")
+    assert section.startswith("## 0.2.0 (2026-12-01)\n\nFirst.\n\n### New\n\n- Old.\n")
+    assert (tree / "CHANGELOG.md").read_text() == begun.replace(
+        "unreleased", "2026-12-01"
+    ) + "\n## 0.1.0\n\nInternal.\n"
+    (tree / "CHANGELOG.md").write_text(begun)
+    (tree / "changes" / "x.md").write_text("New\nA command.\n")
+    (tree / "changes" / "y.md").write_text("Fixed\nA save ended.\n")
+    assert "- Old.\n- A command.\n\n### Fixed\n\n- A save ended.\n\n### Files\n" in join(tree, "0.2.0", "2026-12-01")
+
+
 @pytest.mark.parametrize(
     ("text", "version", "reason"),
     [
