@@ -118,9 +118,11 @@ def report(rows: Sequence[Row]) -> str:
     """The whole report as Markdown."""
     parts = [
         "# Results of the benchmarks\n",
-        "Written by `make figures` from `bench/results`; no figure is typed by hand. All values are medians. "
+        "Written by `make figures` from `bench/results`; no figure is typed by hand. Values are medians, "
+        "unless the legend names another kind. "
         '"Stock Orbax" is the fastest way of stock Orbax that was measured ("only": the only one). The ratio is '
-        "ckptkit over it, and is left out where the samples of the two overlap. "
+        "ckptkit over it: below 1 is better, for `_gbps` and goodput above 1. It is left out where the samples of the "
+        "two overlap, or one is 0 or less. "
         '"Torch DCP" is `torch.distributed.checkpoint`. "Limit" is one plain copy on this machine, 0 where it can '
         "run while the step computes elsewhere, and for `faults` a checkpoint that costs nothing. A contender that was "
         'faster than the plain copy is the limit, with its name. "n" is the number of samples of ckptkit. In '
@@ -158,14 +160,17 @@ def _some(states: list[str]) -> str:
 
 
 def _meanings(rows: Sequence[Row]) -> list[str]:
-    """The meaning of each figure of a section, once, in the order of the rows."""
+    """The meaning of the figures of a section, each once, in the order of the rows."""
     told: dict[str, str] = {}
     for row in rows:
         base = told.get(row.figure.rpartition(".")[0], "").rpartition(",")[0]
         meaning = row.meaning.removeprefix("ckptkit: ")
         own = meaning.removeprefix(f"{base}, ") if base else f"{meaning}{_with_comma(_unit(row.figure))}"
         told.setdefault(row.figure, own)
-    return ["\n".join(f"- `{figure}`: {meaning}" for figure, meaning in told.items()) + "\n"]
+    figures: dict[str, list[str]] = {}
+    for figure, meaning in told.items():
+        figures.setdefault(meaning, []).append(f"`{figure}`")
+    return ["\n".join(f"- {', '.join(named)}: {meaning}" for meaning, named in figures.items()) + "\n"]
 
 
 def _with_comma(unit: str) -> str:

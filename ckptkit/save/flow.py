@@ -146,11 +146,11 @@ class SaveFlow:
         can be saved of.
         """
         step = save.step
-        if step < 0:
-            raise ValueError(f"step {step} cannot be saved: steps are 0 or more")
         if (why := self._refusal(step, force=save.force)) is not None:
             self._events.emit(Kind.SKIPPED, step=step, reason=why)
             return False
+        if step < 0:
+            raise ValueError(f"step {step} cannot be saved: steps are 0 or more")
         assert save.arguments is not None
         save.arguments.check()
         reached = self._reached_preemption(step)

@@ -35,7 +35,7 @@ class AdoptedDirectories:
         for directory, fd in take_left(host_dir):
             try:
                 self._directories.append(_Directory(directory, fd, synced=self._synced))
-            except NewerFormatError:  # it stays as it is; a restore, where all processes hear of it, raises
+            except NewerFormatError:  # it stays as it is; a restore raises, on all processes
                 give_up(fd)
         self._remove_empty()
 

@@ -65,7 +65,7 @@ METRICS = (
     Metric(
         "ckptkit_tier_degraded",
         "gauge",
-        "1 from a save or deletion of the tier that failed until its next commit, else 0.",
+        "1 if a save or deletion of the tier failed and nothing was committed since, else 0.",
         ("tier",),
     ),
     Metric("ckptkit_last_commit_timestamp_seconds", "gauge", "When the last save was committed.", ("tier",)),
@@ -78,7 +78,7 @@ METRICS = (
     Metric(
         "ckptkit_goodput_estimate_ratio",
         "gauge",
-        "Share of this start's time after the first step and outside spans other than steps.",
+        "Estimate of this start's goodput: time since the first step less spans that are not steps, over all time.",
     ),
 )
 # Values of labels that are known at the start. The tiers come with the event, and the loop makes up its own spans.
