@@ -40,7 +40,7 @@ setup-system: ## Debian's packages for some tests: strace, a browser, Prometheus
 	dpkg --status $(DEBIAN) >/dev/null 2>&1 \
 	  || { apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends $(DEBIAN); }
 
-demo: setup ## Train on two processes, kill one, lose a host, compare the bits: 2 to 3 minutes
+demo: setup ## Train on two processes, kill one, lose a host, compare the bits: 2 to 3 minutes, a first setup apart
 	$(BIN)/python -m tools.demo
 
 ##@ Change

@@ -126,8 +126,8 @@ def report(rows: Sequence[Row]) -> str:
         '"Torch DCP" is `torch.distributed.checkpoint`. "Limit" is one plain copy on this machine, 0 where it can '
         "run while the step computes elsewhere, and for `faults` a checkpoint that costs nothing. A contender that was "
         'faster than the plain copy is the limit, with its name. "n" is the number of samples of ckptkit. In '
-        "parentheses is the range of samples that are few or scattered. A column that a section does not need is left "
-        'out. "Busy": other work ran, so times are an indication. '
+        "parentheses is the range of samples that are few or scattered. "
+        '"Busy": other work ran, so times are an indication. '
         "[Methods](../docs/BENCHMARKS.md), [history and negative results](LOG.md).\n",
     ]
     for benchmark, group in groupby(rows, key=lambda row: row.benchmark):

@@ -197,7 +197,7 @@ def test_samples_that_overlap_or_are_below_zero_have_no_ratio() -> None:
 
 
 def test_first_screen_of_readme_has_stored_figures() -> None:
-    """The three figures above the table are typed by hand: they would stay when a newer result differs."""
+    """The figures above the table are typed by hand: they would stay when a newer result differs."""
     rows = by_figure_of(rows_of(newest_results()))
     screen = (ROOT / "README.md").read_text().partition(BEGIN)[0]
     loss, restore, wrong = rows["gpu", "loss_s"], rows["gpu", "restore_s"], rows["faults", "wrong_runs"]
@@ -205,6 +205,10 @@ def test_first_screen_of_readme_has_stored_figures() -> None:
     assert f"{restore.ours:.2f} s instead of {restore.peer:.2f} s" in screen
     assert f"{wrong.ours:.0f} of {wrong.samples} trainings" in screen
     assert f"{wrong.peer:.0f} of {wrong.samples} with stock Orbax" in screen
+    resumed, lost = rows["faults", "resume_s"], rows["crashpoints", "violations"]
+    assert f"{resumed.ours:.1f} s later, with Orbax {resumed.peer:.1f} s" in screen
+    assert lost.ours == 0
+    assert f"crashes at {lost.samples:,} points" in screen
 
 
 def test_every_kind_of_result_has_rows() -> None:

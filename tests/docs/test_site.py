@@ -94,6 +94,15 @@ def test_cells_of_tables_are_short() -> None:
         assert not long, (page.name, long)
 
 
+def test_tables_have_no_gap() -> None:
+    """The rows below a blank line would be shown as text with pipes."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]:
+        lines = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+        starts = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+        lost = [lines[i] for i in starts if not lines[i + 1].startswith(("|--", "|:-"))]
+        assert not lost, (page.name, lost)
+
+
 @pytest.mark.long
 def test_site_builds_with_docstrings(tmp_path: Path) -> None:
     """`make docs` would fail, or give an empty reference."""
