@@ -23,6 +23,8 @@ from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
 from bench.environment import environment, store_result
 from bench.figures import available
 from bench.report import show
+from bench.rows import newest_results
+from bench.slower import compared
 
 _ROOT = Path(__file__).parent.parent
 
@@ -31,7 +33,7 @@ _NAMES = (
     *("broadcast", "convert", "corruption", "crashpoints", "exporters", "faults", "first", "gather", "gpu", "herd"),
     *("hosts", "inspect", "kill", "leaf", "policy", "proof", "simulate", "simulator", "unchanged"),
 )
-_MODULES = {"all": "everything", "report": "render"} | {name: name for name in _NAMES}
+_MODULES = {"all": "everything", "report": "render"} | {name: name for name in (*_NAMES, "slower")}
 _CAMPAIGNS: dict[str, click.Command] = {
     name: importlib.import_module(f"bench.{module}").main for name, module in _MODULES.items()
 }
@@ -99,6 +101,8 @@ def main(
         options += ["--place", place] if place else []
         result["states"][str(case)] = measure_apart(benchmark, case, options, ramdisk, disk)
     show(result, Console())
+    if scale == 1.0:
+        click.echo("\n".join(compared(result, newest_results())))
     store_result(result, json_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 import click
 
 from bench.render import write
-from bench.rows import RESULTS
+from bench.rows import RESULTS, newest_results
+from bench.slower import compared
 from ckptkit.util.clock import Deadline
 
 _ROOT = Path(__file__).parent.parent
@@ -150,7 +152,10 @@ def main(
     if traces is not None:
         recorded = ("--traces", str(traces.resolve()))
         entries = [replace(e, words=(*e.words, *recorded)) if e.name == "policy" else e for e in entries]
+    stored = newest_results()
     told = run_all(entries, directory.resolve(), minutes=minutes, small=small)
+    for path in (directory / f"{name}.json" for name, what in told.items() if what.startswith("done") and not small):
+        click.echo("\n".join(compared(json.loads(path.read_text()), stored)))
     if report and into is None:
         for path in write(pictures=True):
             click.echo(path)

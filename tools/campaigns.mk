@@ -59,6 +59,10 @@ broadcast: setup ## A restore that one replica reads and sends to the others
 proof: setup ## What checksums cost a restore
 	$(BIN)/python -m bench proof
 
+TURNS ?= 3
+slower: setup ## stall, commit and restore in turns with the code of the last stored result: TURNS=3, 20 minutes
+	$(BIN)/python -m bench slower --turns $(TURNS)
+
 simulator: setup ## Predicted against measured goodput, on a quiet machine
 	$(BIN)/python -m bench simulator
 
