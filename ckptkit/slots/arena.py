@@ -33,6 +33,7 @@ from ckptkit.slots.reader import manifest_name_of, read_manifests, readable_slot
 from ckptkit.store import LocalStore
 from ckptkit.util.clock import Deadline
 from ckptkit.util.disk_file import Method
+from ckptkit.util.words import size_text
 
 ALL = "committed by all"
 _CROWD_WAIT_S = 5.0  # of a first save, for another process of the host that removes what a job of another size left
@@ -170,12 +171,13 @@ class Arena:
         room, host_room = self._room.narrowest(), self._room.narrowest(on_mount=False)
         beside_bytes = sum(each.missing_bytes(size_bytes) for each in others)
         missing_bytes = max(0, self.missing_bytes(size_bytes) + beside_bytes - self._left_bytes(slot_bytes))
-        needs = f"{self._room.name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}"
+        slots = f"{len(self._slots)} slots of {size_text(slot_bytes)}"
+        needs = f"{self._room.name} needs {size_text(missing_bytes)} more for {slots}"
         if beside_bytes:
-            needs += f" and {beside_bytes} of them for copies of other hosts"
+            needs += f", {size_text(beside_bytes)} of it for copies of other hosts"
         self._room.refuse_beyond(room, missing_bytes, needs)
         if transfer_bytes:
-            needs += f", and {transfer_bytes} for transfers from devices"
+            needs += f", and {size_text(transfer_bytes)} for transfers from devices"
             self._room.refuse_beyond(host_room, missing_bytes + transfer_bytes, needs)
 
     def acquire(self, size_bytes: int, *, timeout_s: float = 0.0) -> Slot | None:
@@ -448,7 +450,8 @@ class Arena:
             return
         # Asked first: to find out by filling a ramdisk takes as long as filling it.
         room, missing_bytes = self._room.narrowest(), size_bytes - self._files.allocated_bytes(slot)
-        self._room.refuse_beyond(room, missing_bytes, f"slot {self._room.name}/{slot.name} needs {size_bytes} bytes")
+        needs = f"slot {self._room.name}/{slot.name} needs {size_text(size_bytes)}"
+        self._room.refuse_beyond(room, missing_bytes, needs)
         self._files.make(slot, size_bytes)
 
     def _forget(self, slot: Slot) -> None:

@@ -21,6 +21,7 @@ from ckptkit.slots.host_memory import LESS_ON_MOUNT, mount_room, store_full
 from ckptkit.store.local import sync_directory
 from ckptkit.util.disk_file import DiskFile, Method, open_slot
 from ckptkit.util.pages import PAGE_BYTES, populate, whole_pages
+from ckptkit.util.words import size_text
 
 _T = TypeVar("_T")
 
@@ -190,7 +191,7 @@ def _allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int, *, 
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         room = mount_room(path.parent, is_disk=is_disk)
-        raise store_full(room, f"slot {path} needs {size_bytes} bytes", LESS_ON_MOUNT) from error
+        raise store_full(room, f"slot {path} needs {size_text(size_bytes)}", LESS_ON_MOUNT) from error
 
 
 def _map_file(path: Path, size_bytes: int) -> mmap.mmap:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -108,13 +108,12 @@ class SlotRoom:
         Ask for the room before the bytes: slots that grow in between are then counted in neither.
         """
         if room is not None and missing_bytes > room.free_bytes:
-            free, missing = size_text(room.free_bytes), size_text(missing_bytes)
-            raise store_full(replace(room, where=f"{room.where} ({missing} needed, {free} free)"), needs, self._less)
+            raise store_full(room, needs, self._less)
 
 
 def store_full(room: Room, needs: str, less: str) -> StoreFullError:
     """The error of a snapshot that has no room: what it needs, what is free and where, and the ways out."""
-    return StoreFullError(f"{needs}, {room.free_bytes} are free {room.where}; {room.more}, {less}")
+    return StoreFullError(f"{needs}, {size_text(room.free_bytes)} are free {room.where}; {room.more}, {less}")
 
 
 def mount_room(directory: Path, *, is_disk: bool) -> Room:
@@ -123,8 +122,8 @@ def mount_room(directory: Path, *, is_disk: bool) -> Room:
     more = "free some space on that disk" if is_disk else "mount a larger ramdisk"
     if total_bytes <= CONTAINER_SHM_BYTES and not is_disk:
         more = (
-            f"the whole mount has {total_bytes} bytes, as a container's own /dev/shm does: run Docker with --shm-size, "
-            "or mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram"
+            f"the whole mount has {size_text(total_bytes)}, as a container's own /dev/shm does: run Docker with "
+            "--shm-size, or mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram"
         )
     return Room(free_bytes=free_bytes, where=f"in {directory}", more=more)
 

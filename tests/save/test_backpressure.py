@@ -248,7 +248,7 @@ def test_save_beyond_host_bytes_max_fails_the_durable_tier(tmp_path: Path) -> No
     """The limit would be exceeded, or a run would find out at its end that it has no checkpoint."""
     job = Job(tmp_path, saving=ckptkit.SaveOptions(host_bytes_max=20_000), save_every=10)
     with job.manager:
-        with pytest.raises(ckptkit.StoreFullError, match=r"4 slots of .* 20000 are free under host_bytes_max=20000"):
+        with pytest.raises(ckptkit.StoreFullError, match=r"4 slots of .* 19.5 KiB are free under host_bytes_max=20000"):
             job.manager.prepare(ocp.args.StandardSave({**STATE, "step": 0}))  # pyright: ignore[reportCallIssue]
         assert job.save(10)
         with pytest.raises(

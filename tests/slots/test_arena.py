@@ -207,9 +207,8 @@ def test_full_tmpfs_error_reports_needed_and_free_bytes(tmp_path: Path, mounts: 
         arena.acquire(300 * PAGE)
     free = os.statvfs(mount).f_bavail * os.statvfs(mount).f_frsize
     assert str(caught.value) == (
-        f"slot {mount}/host/0/slot-1.bin needs {300 * PAGE} bytes, {free} are free in {mount}/host/0 "
-        f"(1.2 MiB needed, {size_text(free)} free); "
-        "the whole mount has 2097152 bytes, as a container's own /dev/shm does: run Docker with --shm-size, or "
+        f"slot {mount}/host/0/slot-1.bin needs 1.2 MiB, {size_text(free)} are free in {mount}/host/0; "
+        "the whole mount has 2.0 MiB, as a container's own /dev/shm does: run Docker with --shm-size, or "
         "mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram, give fewer slots "
         "(`slots` or `keep` of the tier, `in_flight_max`), or leave this tier out"
     )

@@ -105,21 +105,21 @@ def test_control_groups_of_this_machine_are_read() -> None:
 def test_slots_respect_the_lowest_limit(groups: Groups, tmp_path: Path) -> None:
     """The kernel would kill the job, or the setting would be a comment."""
     groups.add("pod", str(100 * PAGE), used=0)
-    said = rf"needs {30 * PAGE} more bytes for 3 slots of {10 * PAGE}, {25 * PAGE} are free under host_bytes_max="
+    said = r"needs 120.0 KiB more for 3 slots of 40.0 KiB, 100.0 KiB are free under host_bytes_max="
     arena = Arena(tmp_path, slots=3, synced=False, memory=groups.memory("0::/pod", bytes_max=25 * PAGE))
     with pytest.raises(
         StoreFullError,
-        match=said + r"\d+ \(.* needed, .* free\); raise host_bytes_max, give fewer slots .*, or leave this tier",
+        match=said + r"\d+; raise host_bytes_max, give fewer slots .*, or leave this tier",
     ):
         arena.check_room(10 * PAGE - 5)
     for step in (1, 2):
         assert arena.acquire(10 * PAGE) is not None, step
-    said = rf"slot .*slot-2.bin needs {10 * PAGE} bytes, {5 * PAGE} are free under host_bytes_max"
+    said = r"slot .*slot-2.bin needs 40.0 KiB, 20.0 KiB are free under host_bytes_max"
     with pytest.raises(StoreFullError, match=said):
         arena.acquire(10 * PAGE)
     anonymous = Arena(None, slots=2, synced=False, memory=groups.memory("0::/pod"))
-    said = rf"the staging memory needs {120 * PAGE} more bytes for 2 slots of {60 * PAGE}, {100 * PAGE} are free in "
-    with pytest.raises(StoreFullError, match=said + r"control group .*pod .*; raise the container's .*, lower"):
+    said = r"the staging memory needs 480.0 KiB more for 2 slots of 240.0 KiB, 400.0 KiB are free in "
+    with pytest.raises(StoreFullError, match=said + r"control group .*pod; raise the container's .*, lower"):
         anonymous.check_room(60 * PAGE)
     arena.close()
     anonymous.close()
@@ -148,9 +148,8 @@ def test_container_shm_error_says_what_to_mount(tmp_path: Path, mounts: Mounts) 
     with pytest.raises(StoreFullError) as caught:
         arena.check_room(100 << 20)
     assert str(caught.value) == (
-        f"{small_tmpfs}/host/0 needs {300 << 20} more bytes for 3 slots of {100 << 20}, {free} are free in "
-        f"{small_tmpfs}/host/0 (300.0 MiB needed, {size_text(free)} free); "
-        f"the whole mount has {CONTAINER_SHM_BYTES} bytes, as a container's own /dev/shm does: "
+        f"{small_tmpfs}/host/0 needs 300.0 MiB more for 3 slots of 100.0 MiB, {size_text(free)} are free in "
+        f"{small_tmpfs}/host/0; the whole mount has 64.0 MiB, as a container's own /dev/shm does: "
         "run Docker with --shm-size, or mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram, "
         "give fewer slots (`slots` or `keep` of the tier, `in_flight_max`), or leave this tier out"
     )
