@@ -308,6 +308,7 @@ _HEARD = {
         SaveFailedError,
         PeerUnreachableError,
         StoreError,
+        NewerFormatError,
         TransientStoreError,
         StoreFullError,
         TierUnusableError,

@@ -10,7 +10,7 @@ from functools import partial as partial_of
 from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, NewerFormatError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.model.tiers import DURABLE
@@ -34,7 +34,7 @@ class Stock:
 
 
 def take_stock(inventory: Inventory, ancestry: Ancestry, coordinator: Coordinator) -> Stock:
-    """Looks at what there is, agreed by all processes.
+    """Looks at what there is, agreed by all processes. Raises `NewerFormatError` for slots of a newer version.
 
     If processes read each other's tiers, a save is available when their fast tiers hold it together; otherwise when
     each process holds its own part. Cost: a listing and a small read per durable step, on process 0, and a few KiB from
@@ -42,8 +42,11 @@ def take_stock(inventory: Inventory, ancestry: Ancestry, coordinator: Coordinato
     are few.
     """
 
-    def stock(said: list[list[list[Any]]]) -> dict[str, Any]:
-        reports = [[Held.from_json(values) for values in report] for report in said]
+    def stock(said: list[dict[str, Any]]) -> dict[str, Any]:
+        for process, newer in enumerate(each["newer"] for each in said):
+            if newer is not None:
+                raise NewerFormatError(f"process {process}: {newer}")
+        reports = [[Held.from_json(values) for values in each["held"]] for each in said]
         with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptkit-look") as pool:  # a round trip each, in a bucket
             listed = list(pool.map(lambda step: inventory.identity(step, ancestry), inventory.durable.steps()))
         listed = [save for save in listed if save.step not in inventory.durable.struck]
@@ -72,7 +75,8 @@ def take_stock(inventory: Inventory, ancestry: Ancestry, coordinator: Coordinato
             "unrecorded": [each.to_list() for each in found if each not in seen and ancestry.is_unrecorded(each)],
         }
 
-    agreed = coordinator.agree("stock", inventory.reports(), stock)
+    said = {"held": inventory.reports(), "newer": inventory.local.newer}
+    agreed = coordinator.agree("stock", said, stock)
     inventory.durable.strike(agreed["struck"])
     held: dict[SaveId, list[str]] = {}
     for save, names in agreed["fast"]:

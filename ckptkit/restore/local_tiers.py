@@ -80,6 +80,7 @@ class LocalTiers:
         self._manifests = ManifestCache()
         self._reported: set[str] = set()  # since the last look
         self.refused: str | None = None  # what cannot be read, at the last look, and what to do: it is not absent
+        self.newer: str | None = None  # what a newer version wrote, at the last look: it cannot be read either
         self.damaged = 0  # manifests, at the last look: what they recorded is not known
 
     def repair_command(self, url: str) -> str:
@@ -90,7 +91,7 @@ class LocalTiers:
     def saves(self) -> dict[SaveId, LocalSave]:
         """Every save with a readable manifest on this host. Damage is reported in events."""
         found: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
-        self.refused, self.damaged = None, 0
+        self.refused, self.newer, self.damaged = None, None, 0
         self._reported.clear()
         for tier, host_dir in self._host_dirs.items():
             pairs, damaged = self._read(readable_slot_directories(host_dir))
@@ -111,7 +112,7 @@ class LocalTiers:
             try:
                 pairs, errors = read_manifests([directory], self._manifests)
             except NewerFormatError as error:
-                self.refused = self.refused or str(error)
+                self.newer = self.refused = self.newer or str(error)
                 continue
             found += pairs
             damaged += errors
