@@ -344,6 +344,7 @@ class Guard:
         before = "".join(f"\n  {each}" for each in self._known.rollbacks)
         return GuardStopError(
             f"guard: {alarm}; {why}. Rollbacks of this run:{before or ' none'}\n"
-            "Nothing was deleted. Look at the data and the rate; then restore an older step or change the rules.",
+            "Nothing was deleted. Look at the data and the rate. Then go back to an older step (`ckptkit rollback`) "
+            "and change the data, the rate or the rules.",
             step=alarm.step,
         )
