@@ -33,7 +33,7 @@ from ckptkit.slots.reader import manifest_name_of, read_manifests, readable_slot
 from ckptkit.store import LocalStore
 from ckptkit.util.clock import Deadline
 from ckptkit.util.disk_file import Method
-from ckptkit.util.words import size_text
+from ckptkit.util.words import count_text, size_text
 
 ALL = "committed by all"
 _CROWD_WAIT_S = 5.0  # of a first save, for another process of the host that removes what a job of another size left
@@ -171,7 +171,7 @@ class Arena:
         room, host_room = self._room.narrowest(), self._room.narrowest(on_mount=False)
         beside_bytes = sum(each.missing_bytes(size_bytes) for each in others)
         missing_bytes = max(0, self.missing_bytes(size_bytes) + beside_bytes - self._left_bytes(slot_bytes))
-        slots = f"{len(self._slots)} slots of {size_text(slot_bytes)}"
+        slots = f"{count_text(len(self._slots), 'slot')} of {size_text(slot_bytes)}"
         needs = f"{self._room.name} needs {size_text(missing_bytes)} more for {slots}"
         if beside_bytes:
             needs += f", {size_text(beside_bytes)} of it for copies of other hosts"

@@ -293,11 +293,11 @@ def test_prepare_counts_the_host_memory_of_transfers(
             manager.prepare(args)
 
     prepare("room", 16 * PIECE)  # a slot, and a transfer of all of it, which is less than the windows
-    with pytest.raises(ckptkit.StoreFullError, match=f"and {8 * PIECE} for transfers from devices"):
+    with pytest.raises(ckptkit.StoreFullError, match=r"and 512.0 KiB for transfers from devices"):
         prepare("none", 16 * PIECE - 1)
     monkeypatch.setattr(copying, "window_bytes", lambda devices: PIECE)
     prepare("windows", 10 * PIECE)
-    with pytest.raises(ckptkit.StoreFullError, match=f"and {8 * PIECE} for transfers from devices"):
+    with pytest.raises(ckptkit.StoreFullError, match=r"and 512.0 KiB for transfers from devices"):
         prepare("pinned", 16 * PIECE - 1, "pinned_host")
 
 
