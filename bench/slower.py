@@ -117,7 +117,7 @@ def _measured_in(place: Path, benchmark: str, words: Sequence[str]) -> list[Row]
 
 @click.command(context_settings={"max_content_width": 120})
 @click.argument("files", type=click.Path(exists=True, dir_okay=False, path_type=Path), nargs=-1)
-@click.option("--turns", type=click.IntRange(min=1), help="Measure so often, in turns with the code of --commit.")
+@click.option("--turns", type=click.IntRange(min=3), help="Measure so often, in turns with the code of --commit.")
 @click.option("--commit", help="[default: that of the newest stored result of `commit`]")
 @click.option("--only", type=click.Choice(_IN_TURNS), multiple=True, help="Of these; repeatable.  [default: all]")
 @click.option("--scale", type=float, default=1.0, hidden=True, help="Shrinks states and loops: for tests.")

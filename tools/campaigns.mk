@@ -60,7 +60,7 @@ proof: setup ## What checksums cost a restore
 	$(BIN)/python -m bench proof
 
 TURNS ?= 3
-slower: setup ## stall, commit and restore in turns with the code of the last stored result: TURNS=3, 20 minutes
+slower: setup ## stall, commit and restore in turns with the code of the last stored result: TURNS=3, 13 minutes
 	$(BIN)/python -m bench slower --turns $(TURNS)
 
 simulator: setup ## Predicted against measured goodput, on a quiet machine
