@@ -301,7 +301,8 @@ class _Copying:
         self._write_journal()
         try:
             self._prove()
-        except CorruptCheckpointError:
+        except (CorruptCheckpointError, FileNotFoundError):
+            self._require_own_place()  # the files of another writer do not show damage of the source
             self._remove()
             raise
         if self._adoption is not None:
@@ -417,25 +418,36 @@ class _Copying:
 
     def _put_mark(self, text: bytes) -> None:
         """Commits in a bucket: only while this process has the claim, and no run has taken the intent away."""
-        taken = CheckpointError(
-            f"{self._step.target} is not committed: a run, or another copy, has begun to write it", path=self._place
-        )
         if self._claim.lost:
-            raise taken
+            raise self._taken()
         root = open_store(self._root, deadline_s=self._timeout_s)
         try:
             commit_mark(root, self._intent, f"{self._name}/{paths.COMMIT_MARK}", text)
         except (FileNotFoundError, FileExistsError) as error:
-            raise taken from error
+            raise self._taken() from error
         forget_listings(self._root)  # what this process remembers of them is older than the step
+
+    def _taken(self) -> CheckpointError:
+        text = f"{self._step.target} is not committed: a run, or another copy, has begun to write it"
+        return CheckpointError(text, path=self._place)
+
+    def _is_own_place(self) -> bool:
+        """Whether nobody else writes there: on a disk nobody can; in a bucket, while claim and intent are there."""
+        if self._store.properties.atomic_rename:
+            return True
+        root = open_store(self._root, deadline_s=self._timeout_s)
+        return not self._claim.lost and root.stat(self._intent) is not None
+
+    def _require_own_place(self) -> None:
+        if not self._is_own_place():
+            raise self._taken()
 
     def _remove(self) -> None:
         """Removes what has arrived; in a bucket only while it cannot be what another process writes."""
         if self._store.properties.atomic_rename:
             shutil.rmtree(self._place, ignore_errors=True)
             return
-        root = open_store(self._root, deadline_s=self._timeout_s)
-        if self._claim.lost or root.stat(self._intent) is None:
+        if not self._is_own_place():
             return
         found = self._store.stat_all("")
         if paths.COMMIT_MARK not in found:

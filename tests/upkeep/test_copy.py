@@ -314,3 +314,24 @@ def test_copy_keeps_steps_that_a_running_job_prunes(tmp_path: Path, monkeypatch:
         assert [(each.step, each.act, each.reason) for each in left.steps] == [(4, "leave", "deleted meanwhile")]
         assert steps_in(gone) == []
     assert restored(into) == (1, 1)
+
+
+def test_a_run_that_saves_the_step_meanwhile_is_no_damage(
+    tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`copy` called a sound source damaged, with exit code 11, because it found the run's objects in its place."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    copy(plan_copy(str(root / "2"), BUCKET))
+    prove = copying.prove_written
+
+    def prove_late(*args: Any, **kwargs: Any) -> Any:
+        make_root(BUCKET, (3,))
+        return prove(*args, **kwargs)
+
+    monkeypatch.setattr(copying, "prove_written", prove_late)
+    with pytest.raises(CheckpointError, match="/3 is not committed: a run, or another copy, has begun") as caught:
+        copy(plan_copy(str(root / "3"), BUCKET))
+    assert not isinstance(caught.value, CorruptCheckpointError)
+    assert {verdict.state for verdict in ckptkit.verify(BUCKET).steps} == {"proven"}
+    assert restored(BUCKET) == (3, 3)
