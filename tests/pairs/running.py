@@ -358,7 +358,10 @@ class _Judge:
 
     def _left(self) -> Iterator[Failure]:
         names = [path for path in self._after if path.startswith("run/_ckptkit/") and path not in self._before]
-        signs = ("/leases/", "/intents/", "doomed.json", "/repair-", "/leaving/")
+        # A job that was fenced off leaves its files, and with them the intent that names their writer: the next run
+        # removes both.
+        is_fenced = any(_FENCED.search(each.out) for each in self._answers.values())
+        signs = ("/leases/", *(() if is_fenced else ("/intents/",)), "doomed.json", "/repair-", "/leaving/")
         left = [
             path
             for path in names
@@ -369,6 +372,7 @@ class _Judge:
             yield self._harmed(f"left behind: {left[:3]}")
 
 
+_FENCED: Final = re.compile(r"SaveFailedError: .*: this run has epoch \d+, and a later run has begun epoch \d+ there")
 _DAMAGE: Final = re.compile("(?<!0 )corrupt|(?<!0 )(?<!if it is )damaged|has lost|truncated")
 
 
