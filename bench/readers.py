@@ -340,7 +340,7 @@ def _inspect(result: Mapping[str, Any]) -> Iterable[Row]:
 
 
 def _convert(result: Mapping[str, Any]) -> Iterable[Row]:
-    case = f"{result['size_bytes'] / 2**30:g} GiB"
+    case, memory = f"{result['size_bytes'] / 2**30:g} GiB", f"{result['memory_bytes'] >> 20} MiB of memory"
     for what, samples in result["jobs"].items():
         if what.startswith("obvious"):
             continue
@@ -348,7 +348,7 @@ def _convert(result: Mapping[str, Any]) -> Iterable[Row]:
             benchmark="convert",
             case=f"{case}, {what}",
             figure="of_copy_rate",
-            meaning="rate over that of `cp` and fsync of the same files, in the same run, within 512 MiB of memory",
+            meaning=f"rate over that of `cp` and fsync of the same files, in the same run, within {memory}",
             **measured([each["copy_s"] / each["work_s"] for each in samples]),
         )
         yield Row(

@@ -1,8 +1,8 @@
 """The rules of a surgery: which stored leaves go where in a changed model, and which of its leaves begin afresh.
 
 Leaves are named as in every message: the keys of the path joined by dots (`encoder.layers.0.kernel`). The `value` that
-NNX puts at the end of every path is left out. In a pattern `*` matches a part of one key, `**` any number of keys, `?`
-one character.
+NNX puts at the end of every path is left out. In a pattern `*` matches a part of one key, `**` any text with its dots,
+`?` one character.
 """
 
 from __future__ import annotations
