@@ -130,8 +130,8 @@ class ElasticBatches(grain.DatasetIterator):
         if self._batch_of and not self._is_numbered(position, self._batch_of):
             raise ValueError(
                 f"step {position.step} continues at record {position.record}, and batch {position.step} begins at "
-                f"record {position.step * self._global_batch}: the run has changed its batch size, and batch_of counts "
-                "batches of one size from record 0; continue without it"
+                f"record {position.step * self._global_batch}: the run has changed its batch size, or skips batches "
+                "that it had taken, and batch_of counts batches of one size from record 0; continue without it"
             )
         self._source.close()
         self._is_open = False
@@ -170,13 +170,13 @@ class ElasticBatches(grain.DatasetIterator):
         return StreamSource(streams, self._global_batch, self._rows, stacked)
 
     def _is_numbered(self, position: DataPosition, batch_of: Callable[[int], int]) -> bool:
-        """Whether a position lies between two batches of this size, counted from record 0.
+        """Whether the steps before a position took all batches before it, but those that are skipped now.
 
-        It was saved before later batches were skipped: then it lies before the batch that its step takes now.
+        It may have been saved before later batches were skipped: then it lies before the batch that its step takes now.
         """
         batch, rest = divmod(position.record, self._global_batch)
-        now = batch_of(position.step)
-        return rest == 0 and (batch == now or position.step <= batch < now)
+        before = batch_of(position.step - 1) if position.step else -1
+        return rest == 0 and before < batch <= batch_of(position.step)
 
     def _record_of(self) -> Callable[[int], int]:
         """The first record of a step. The function goes to threads and worker processes, so it holds values alone."""

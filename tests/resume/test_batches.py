@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
@@ -245,6 +247,38 @@ def test_batches_are_skipped_by_number_only_where_all_have_one_size() -> None:
     more = ElasticBatches(shuffled(), 4, batch_of=Skips(((1, 3), (4, 6))).batch_of)
     more.set_state(skipping.get_state())
     assert next(more).tolist() == [shuffled()[i] for i in range(24, 28)]
+
+
+SKIPPED = st.one_of(st.none(), st.frozensets(st.sampled_from([(1, 3), (4, 5), (6, 9)]), max_size=2))
+PARTS = st.lists(st.tuples(st.sampled_from([2, 3, 4]), SKIPPED, st.integers(1, 4)), min_size=2, max_size=4)
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(PARTS)
+def test_restarts_that_change_batch_size_and_skips_take_no_record_twice(
+    parts: list[tuple[int, frozenset[tuple[int, int]] | None, int]],
+) -> None:
+    """A change of both is refused, or each record comes once, and only skipped batches are left out."""
+    data: Any = grain.MapDataset.range(1000)
+    state: dict[str, Any] | None = None
+    following = 0
+    for size, ranges, steps in parts:
+        skips = None if ranges is None else Skips(tuple(sorted(ranges)))
+        batches = ElasticBatches(data, size, batch_of=skips and skips.batch_of)
+        try:
+            if state is not None:
+                batches.set_state(state)
+        except ValueError:
+            hypothesis.event("refused")
+            return
+        for _ in range(steps + 1):
+            state = batches.get_state()
+            left_out = range(following, state["record"])
+            assert following <= state["record"]
+            assert all(any(first <= record // size < stop for first, stop in ranges or ()) for record in left_out)
+            following = state["record"] + size
+            assert next(batches).tolist() == list(range(state["record"], following))
+        following -= size  # the last one is not in the position
 
 
 def test_data_that_ends_within_a_batch_leaves_the_rest_out() -> None:
