@@ -69,6 +69,6 @@ class Assembly:
     def _place(self, key: Key) -> None:
         target, blocks = self._targets[key], self._blocks.pop(key)
         form = target.form
-        if not form.size:
+        if 0 in form.shape:
             blocks = {box: empty_block(box.shape, np.dtype(form.dtype)) for box in form.boxes}
         self.leaves[key] = place(target, {box: blocks[box] for box in form.boxes})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,11 +31,6 @@ class Form:
     sharding: jax.sharding.Sharding | None
     boxes: tuple[Box, ...]  # the distinct ones that this process needs
     key_impl: str | None = None
-
-    @property
-    def size(self) -> int:
-        """Elements of the whole leaf."""
-        return math.prod(self.shape)
 
 
 class Target(NamedTuple):
@@ -74,7 +68,7 @@ def targets_of(
             targets.append(Target((item, path), form))
         elif not _same(leaf, record):
             name, described = f"{item}:{record.name}", _describe_abstract(leaf)
-            differences.append(f"{name} is {record.describe()} on disk, {described} in abstract_state")
+            differences.append(f"{name} is {_describe_stored(record, leaf)} on disk, {described} in abstract_state")
         else:
             targets.append(Target((item, path), _form(leaf, record, process, forms)))
     if missing := on_disk.keys() - [path for path, _ in wanted]:
@@ -161,8 +155,8 @@ def _same(leaf: Any, record: LeafRecord) -> bool:
     if isinstance(leaf, bool | int | float):
         return record.kind == kind_of_number(leaf)
     impl = record.extra.get("key_impl")
-    if not isinstance(leaf.dtype, np.dtype) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return impl is not None and f"key<{_short_impl(impl)}>" == leaf.dtype.name and _starts(record, leaf)
+    if _is_typed_key(leaf):
+        return impl is not None and leaf.dtype == _key_of(impl)[0] and tuple(leaf.shape) == key_shape(record)
     return is_plain_match(leaf, record)
 
 
@@ -186,13 +180,16 @@ def _key_of(impl: str) -> tuple[Any, int]:
     return key.dtype, jax.eval_shape(jax.random.key_data, key).ndim
 
 
-def _short_impl(impl: str) -> str:
-    """Keys' dtypes are named by a tag (`key<fry>`), their implementations by a name (`threefry2x32`)."""
-    return _key_of(impl)[0].name.removeprefix("key<").removesuffix(">")
+def _is_typed_key(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _starts(record: LeafRecord, leaf: Any) -> bool:
-    return record.shape[: len(leaf.shape)] == tuple(leaf.shape)
+def _describe_stored(record: LeafRecord, leaf: Any) -> str:
+    """In the terms of the template's leaf: next to typed keys without the dimensions of their data."""
+    if "key_impl" in record.extra and _is_typed_key(leaf):
+        return describe(_key_of(record.extra["key_impl"])[0].name, key_shape(record))
+    return record.describe()
 
 
 def _describe_abstract(leaf: Any) -> str:

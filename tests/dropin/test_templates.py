@@ -75,6 +75,17 @@ def test_key_data_of_another_shape_are_a_mismatch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["durable", "ram"])
+@pytest.mark.parametrize("count", [None, 3])
+def test_typed_keys_of_another_number_are_a_mismatch(tmp_path: Path, source: str, count: int | None) -> None:
+    """A template of one key got all four that were saved."""
+    saved = jax.random.split(jax.random.key(0), 4)
+    wanted = args.StandardRestore({"k": saved[0] if count is None else saved[:count]})
+    asked = "" if count is None else count
+    with pytest.raises(ckptkit.TreeMismatchError, match=rf"k is key<fry>\[4\] on disk, key<fry>\[{asked}\] in"):
+        restored(tmp_path, source, args.StandardSave({"k": saved}), wanted)
+
+
+@pytest.mark.parametrize("source", ["durable", "ram"])
 def test_restore_args_with_the_stored_shapes_need_no_durable_step(tmp_path: Path, source: str) -> None:
     """A restart would go back to the durable step: `construct_restore_args` sets shapes by default."""
     state = make_state(3)

@@ -276,12 +276,9 @@ def test_every_difference_is_reported_at_once() -> None:
         "  state:a is float32[2,3] on disk, float32[2,4] in abstract_state",
         "  state:b is bfloat16[4] on disk, float32[4] in abstract_state",
         "  state:gone is float64[2] on disk, but not in abstract_state",
-        lines[4],
+        "  state:k is key<fry>[] on disk, key<rbg>[] in abstract_state",
         "  state:new.x is int in abstract_state, but not on disk",
     ]
-    assert lines[4].startswith("  state:k is ")
-    assert "threefry2x32" in lines[4]
-    assert "key<rbg>" in lines[4]
     assert lines[6] == "Restore with the abstract state of the model that was saved, or change the model."
     assert caught.value.differences == tuple(line.strip() for line in lines[1:6])
 
