@@ -118,5 +118,5 @@ def _planned(parent: str, item: str, preparer: Preparer, args: Any) -> Prepared 
         readers=(reader.read,),
         expect=reader.expect,
     )
-    asked = preparer.asked(manifests, RestoreRequest(args={item: args}, default_item=None))
-    return preparer.prepare(manifests[0].save_id, holdings, asked)
+    wanted = RestoreRequest(args={item: args}, default_item=None)
+    return preparer.prepared(manifests[0].save_id, holdings, wanted, is_durable=True)

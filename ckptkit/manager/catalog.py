@@ -15,7 +15,8 @@ from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.metadata import durable_infos
 from ckptkit.manager.restore import Resumer
 from ckptkit.manager.stock import take_stock
-from ckptkit.restore.records import Restore, Restored
+from ckptkit.restore.flow import Restore
+from ckptkit.restore.records import Restored
 from ckptkit.restore.request import Choose, RestoreRequest
 
 _TIMEOUT_S = 60.0  # for the small reads of one step

@@ -30,8 +30,8 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.candidates import Inventory
-from ckptkit.restore.flow import RestoreFlow
-from ckptkit.restore.records import Rejection, Restore, Restored
+from ckptkit.restore.flow import Restore, RestoreFlow
+from ckptkit.restore.records import Rejection, Restored
 from ckptkit.restore.request import RestoreRequest, request_of
 from ckptkit.store import open_store
 from ckptkit.util import heartbeat

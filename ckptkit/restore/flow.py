@@ -26,7 +26,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, final
 
 import jax
@@ -51,13 +51,14 @@ from ckptkit.model.policies import BroadcastOptions
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore import host_values
 from ckptkit.restore.broadcast.coordinator import BroadcastChoice, Broadcaster
+from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.candidates import Inventory
-from ckptkit.restore.execute import LocalRead
+from ckptkit.restore.execute import LocalRead, Shared, Verified
 from ckptkit.restore.inventory import Held, from_runs, holders_of, to_runs, uncommitted_by, writers_of
 from ckptkit.restore.local_tiers import Holdings, LocalSave
 from ckptkit.restore.plan import Candidate, RestorePlan
-from ckptkit.restore.prepare import Prepared, Preparer, only_by_orbax
-from ckptkit.restore.records import Attempt, Outcome, Rejection, Restore, Restored
+from ckptkit.restore.prepare import Prepared, Preparer
+from ckptkit.restore.records import Outcome, Rejection, Restored
 from ckptkit.restore.request import RestoreRequest
 from ckptkit.restore.sources import PeerShares, SourceSearch, Why
 from ckptkit.restore.tree import Target
@@ -77,6 +78,46 @@ LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked int
 _NAMED_MAX = 8  # processes, in one message
 
 _log = logging.getLogger("ckptkit")
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
+class Restore:
+    """One call of `restore`: of the newest save, or of `step` alone.
+
+    `about` names its exchanges: it is unique, and the same on every process. `caller` launches collectives if the
+    current thread must not.
+    """
+
+    # Of the call.
+    step: int | None
+    wanted: RestoreRequest
+    about: str
+    caller: CallerThread | None = None
+    start_s: float = field(default_factory=clock.monotonic_s)
+
+    # Looked at, and ranked.
+    local: Mapping[SaveId, LocalSave] = field(default_factory=dict)  # this host's
+    prepared: dict[SaveId, Prepared] = field(default_factory=dict)  # for the report: those that this host has whole
+    reports: list[list[Held]] = field(default_factory=list)  # on process 0: of all processes
+    candidates: Sequence[Candidate] = ()
+    manifests_damaged: bool = False  # on any process: what those recorded is not known
+    rejected: Sequence[Rejection] = ()  # in the order in which they were tried
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
+class Attempt:
+    """A restore of one candidate."""
+
+    candidate: Candidate
+    prepared: Prepared | None  # compared and planned. None: not yet; after the plan: stock Orbax restores it
+    search: SourceSearch = field(init=False)
+    is_planned: bool = False  # on all processes: what is rejected now was read
+    told: host_values.Told = field(default_factory=host_values.Told)  # values in host memory, for all
+    shared: Shared | None = None  # what replicas have read for each other
+    choice: BroadcastChoice = field(init=False)  # and why
+    verified: Verified = field(init=False)
 
 
 @final
@@ -202,10 +243,7 @@ class RestoreFlow:
             holdings = self._inventory.local.holdings(save)
             if not holdings.manifests:
                 return Reason(f"the slots of save {save.save_id} are gone")
-            asked = self._preparer.asked(holdings.manifests, wanted)
-            if asked.orbax:
-                return Reason(only_by_orbax(asked), ("unsuited",))
-            return self._preparer.prepare(save.save_id, holdings, asked)
+            return self._preparer.prepared(save.save_id, holdings, wanted, is_durable=False)
         except (TreeMismatchError, ItemNotFoundError):
             return None  # it is held; the mismatch is raised when the candidate is tried
         except Exception as error:  # noqa: BLE001  reported in the vote: a missing process leaves the others waiting
@@ -253,7 +291,10 @@ class RestoreFlow:
         search, known = attempt.search, attempt.prepared if why == "uncovered" else None
 
         def prepare(holdings: Holdings) -> Prepared:
-            return known or self._preparer.prepared(attempt.candidate, holdings, restore.wanted)
+            candidate = attempt.candidate
+            return known or self._preparer.prepared(
+                candidate.save_id, holdings, restore.wanted, is_durable=candidate.durable
+            )
 
         try:
             planned = search.planned(prepare, why)

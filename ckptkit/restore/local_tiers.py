@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import final
 
 import numpy as np
 
@@ -147,7 +146,7 @@ class LocalTiers:
         if inside != manifest:
             reason = f"slot {directory / manifest.slot} has {slot.size_bytes} bytes, and boxes beyond its end"
             self._report(step, tier, reason)
-        return Source(tier=tier, manifests=(inside,)), _SlotBoxes(slot, directory, manifest)
+        return Source(tier=tier, manifests=(inside,)), slot
 
     def _report(self, step: int, tier: str, reason: str) -> None:
         if reason not in self._reported:
@@ -198,29 +197,3 @@ def together(pairs: Sequence[tuple[Source, BoxReader]], tier: str, *, remote: bo
 
     manifests = tuple(manifest for source, _ in pairs for manifest in source.manifests)
     return Source(tier=tier, manifests=manifests, remote=remote), read
-
-
-@final
-class _SlotBoxes:
-    """Reads the boxes of one slot; one that was superseded meanwhile is not called damaged."""
-
-    def __init__(self, slot: SlotReader, directory: Path, manifest: Manifest):
-        self._slot = slot
-        self._directory = directory
-        self._superseded = f"{directory}: save {manifest.save_id} was superseded while it was read"
-
-    def __call__(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
-        """Raises `CorruptCheckpointError`."""
-        del item
-        try:
-            self._slot.read(leaf, record, wanted, into)
-        except CorruptCheckpointError as error:
-            if self._slot.gone():  # reused for a newer save in the meantime: not damage
-                raise CorruptCheckpointError(self._superseded, path=str(self._directory)) from error
-            raise
-
-    def read_run(
-        self, boxes: Sequence[tuple[LeafRecord, BoxRecord]], fresh: Callable[[int], np.ndarray]
-    ) -> list[np.ndarray | None]:
-        """As `SlotReader.read_run`."""
-        return self._slot.read_run(boxes, fresh)

@@ -19,7 +19,7 @@ from ckptkit.model.boxes import boxes_by_process
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.restore.handler_files import StoredFiles, is_of_files, stored_files
 from ckptkit.restore.local_tiers import Holdings
-from ckptkit.restore.plan import Candidate, RestorePlan, plan_restore
+from ckptkit.restore.plan import RestorePlan, plan_restore
 from ckptkit.restore.request import RestoreRequest, SortedRequest, TreeAnswer, plain_answer, sorted_request, tree_answer
 from ckptkit.restore.tree import Target, targets_of
 from ckptkit.util.gc_pause import collection_paused
@@ -59,19 +59,18 @@ class Preparer:
         self._where = where
         self._coordinator = coordinator
 
-    def prepared(self, candidate: Candidate, holdings: Holdings, wanted: RestoreRequest) -> Prepared:
-        """How to restore a candidate from `holdings`.
+    def prepared(self, save_id: SaveId, holdings: Holdings, wanted: RestoreRequest, *, is_durable: bool) -> Prepared:
+        """How to restore a save from `holdings`; with `is_durable` Orbax can give back what only it knows.
 
         Raises `CorruptCheckpointError` where they do not cover it or cannot give what is asked
         (`UnsuitedSaveError`), `TreeMismatchError` where it is another tree.
         """
-        asked = self.asked(holdings.manifests, wanted, holdings.unproven)
-        if asked.orbax and not candidate.durable:
-            raise UnsuitedSaveError(only_by_orbax(asked), step=candidate.save_id.step)
-        return self.prepare(candidate.save_id, holdings, asked)
-
-    def prepare(self, save_id: SaveId, holdings: Holdings, asked: SortedRequest) -> Prepared:
-        """The same as `prepared`, for a request that is sorted already."""
+        asked = sorted_request(wanted, holdings.manifests, where=self._where, unproven=holdings.unproven)
+        if asked.orbax and not is_durable:
+            raise UnsuitedSaveError(
+                f"only Orbax restores {sorted(asked.orbax)} in this form, and only from a durable step",
+                step=save_id.step,
+            )
         with collection_paused():
             files = {
                 item: stored_files(holdings.manifests, item)
@@ -91,17 +90,12 @@ class Preparer:
     def alike(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreRequest) -> list[int]:
         """The processes that want boxes which this one wants too, those that want most of them first."""
         shared: Counter[int] = Counter()
-        for target in self._targets(save_id, self._answers(save_id, manifests, self.asked(manifests, wanted))):
+        asked = sorted_request(wanted, manifests, where=self._where)
+        for target in self._targets(save_id, self._answers(save_id, manifests, asked)):
             if target.form.sharding is not None:
                 for processes in boxes_by_process(target.form.sharding, target.form.shape).values():
                     shared.update(processes if self._coordinator.process in processes else ())
         return [process for process, _ in shared.most_common()]
-
-    def asked(
-        self, manifests: Sequence[Manifest], wanted: RestoreRequest, unproven: Sequence[str] = ()
-    ) -> SortedRequest:
-        """The wanted items, sorted by their source. `unproven` are items that no manifest describes."""
-        return sorted_request(wanted, manifests, where=self._where, unproven=unproven)
 
     def _answers(
         self,
@@ -166,11 +160,6 @@ class Preparer:
                 "data with ckptkit.resume.ElasticBatches"
             )
         return mine[0]
-
-
-def only_by_orbax(asked: SortedRequest) -> str:
-    """Why fast tiers alone cannot give what was asked."""
-    return f"only Orbax restores {sorted(asked.orbax)} in this form, and only from a durable step"
 
 
 def _warn_of_narrowing(save_id: SaveId, targets: Sequence[Target]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import eq, ge, itemgetter
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from typing import NamedTuple, Protocol, final
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreacha
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord
 from ckptkit.restore.plan import BoxRead, Key, RestorePlan, in_reading_order
+from ckptkit.slots.reader import SlotReader
 from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import ALIGNMENT_BYTES, PAGE_BYTES, FreshBlocks, empty_block, flat_block
 from ckptkit.util.sharing import SMALL_BYTES, copy_threads, share_work
@@ -41,15 +42,6 @@ class BoxReader(Protocol):
 
     def __call__(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Raises `CorruptCheckpointError` where the bytes do not match their digest."""
-        ...
-
-
-@runtime_checkable
-class RunReader(Protocol):
-    """A `BoxReader` that also reads many whole boxes at once."""
-
-    def read_run(self, boxes: Sequence[tuple[LeafRecord, BoxRecord]], fresh: Fresh) -> list[np.ndarray | None]:
-        """Each box, verified, in memory from `fresh`; None for one that cannot be read this way. Each has one cell."""
         ...
 
 
@@ -266,7 +258,7 @@ class _Reading:
         read_bytes: dict[str, int] = {}
         for source, (places, records) in by_source.items():
             reader = self._readers[source]
-            if not isinstance(reader, RunReader) or len(places) == 1:
+            if not isinstance(reader, SlotReader) or len(places) == 1:
                 continue
             nbytes = 0
             for at, block in zip(places, reader.read_run(records, fresh), strict=True):

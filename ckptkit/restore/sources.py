@@ -24,18 +24,6 @@ Why = Literal["uncovered", "damaged"]  # a wanted box has no source yet; or it i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stock:
-    """The step is stock Orbax's, and nothing else is known of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreachable:
-    """No more sources exist, and a process that may hold what is missing did not answer."""
-
-    error: PeerUnreachableError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerShares:
     """The shares of one save that the processes hold, as this process reads them from the others.
 
@@ -75,39 +63,32 @@ class SourceSearch:
         self._damaged = False  # from then on, sources of what is damaged come first
         self._unreachable: PeerUnreachableError | None = None
 
-    def next(self, why: Why) -> Holdings | Stock | Unreachable | None:
-        """Sources that cover more than the earlier ones, which were not enough because of `why`; None if no more exist.
-
-        Reads nothing but manifests. Raises `CorruptCheckpointError` and `StoreError` where those of the durable step
-        cannot be read.
-        """
-        self._damaged |= why == "damaged"
-        found = next(self._widening, None)
-        return Unreachable(error=self._unreachable) if found is None and self._unreachable is not None else found
-
     def planned(self, plan: Callable[[Holdings], _T], why: Why = "uncovered") -> _T | None:
         """The result of `plan` for the next sufficient sources; None if stock Orbax restores the step.
 
-        `plan` raises `CorruptCheckpointError` or ValueError if they are not enough. `TreeMismatchError` is raised at
-        once. The durable tier is read only for the parts that the fast ones do not cover, or hold damaged. Unreachable
-        is not absent: `PeerUnreachableError` is raised if the unreachable process may hold a missing part.
+        The earlier ones were not enough because of `why`. Reads nothing but manifests. `plan` raises
+        `CorruptCheckpointError` or ValueError if the sources are not enough. `TreeMismatchError` is raised at once, and
+        so is a `CorruptCheckpointError` or `StoreError` of the durable step's manifests. The durable tier is read only
+        for the parts that the fast ones do not cover, or hold damaged. Unreachable is not absent:
+        `PeerUnreachableError` is raised if the unreachable process may hold a missing part.
         """
+        self._damaged |= why == "damaged"
         failed: Exception | None = None
         try:
-            while (found := self.next(why)) is not None:
-                if isinstance(found, Stock):
+            for found in self._widening:
+                if found is None:
                     return None
-                if isinstance(found, Unreachable):
-                    raise found.error
                 try:
                     return plan(found)
                 except TreeMismatchError:
                     raise
                 except (CorruptCheckpointError, ValueError) as error:
-                    failed, why = error, "uncovered"
+                    failed = error
             save_id = self.candidate.save_id
-            raise failed or CorruptCheckpointError(
-                f"the slots of save {save_id} are missing or damaged", step=save_id.step
+            raise (
+                self._unreachable
+                or failed
+                or CorruptCheckpointError(f"the slots of save {save_id} are missing or damaged", step=save_id.step)
             )
         finally:
             failed = None  # its traceback holds this frame, and those below it what they have restored
@@ -117,7 +98,8 @@ class SourceSearch:
         if self.candidate.durable:
             self._open_durable().require_all_items()
 
-    def _widen(self) -> Iterator[Holdings | Stock]:
+    def _widen(self) -> Iterator[Holdings | None]:
+        """Sources that cover more each time; None for a step of stock Orbax, of which nothing else is known."""
         fast = self._own
         if fast.manifests:
             yield fast
@@ -178,7 +160,7 @@ class SourceSearch:
         both = together([*peers, *own], PEER, remote=True)
         return Holdings(sources=(*self._own.sources, both[0]), readers=(*self._own.readers, both[1]))
 
-    def _with_durable(self, fast: Holdings) -> Holdings | Stock:
+    def _with_durable(self, fast: Holdings) -> Holdings | None:
         save_id = self.candidate.save_id
         reader = self._open_durable()
         durable = tuple(reader.manifests(to_read=True))
@@ -187,7 +169,7 @@ class SourceSearch:
         if not save_id.ours:  # of another root: what it is called there counts for nothing here
             durable = tuple(replace(manifest, save_id=save_id) for manifest in durable)
         if not durable and not fast.manifests:
-            return Stock()
+            return None
         return Holdings(
             sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=reader.round_trips)),
             readers=(*fast.readers, reader.read),

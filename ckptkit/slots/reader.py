@@ -258,11 +258,25 @@ class SlotReader:
 
     def __init__(self, directory: Path, manifest: Manifest, *, on_disk: bool = False):
         """`on_disk`: read as a file, past the page cache; otherwise it is mapped."""
+        self._save_id = manifest.save_id
         self._manifest_path = directory / manifest_name_of(manifest.save_id)
         self._path = directory / manifest.slot
         self._reads = FileReads(self._path) if on_disk else None
         self._memory = np.empty(0, np.uint8) if on_disk else _mapped(self._path)
         self.size_bytes = self._reads.size_bytes if self._reads is not None else self._memory.nbytes  # of the file
+
+    def __call__(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        """As `read`; if the slot was reused meanwhile, the error names that, and not damage."""
+        del item
+        try:
+            self.read(leaf, record, wanted, into)
+        except CorruptCheckpointError as error:
+            if not self.gone():
+                raise
+            directory = self._path.parent
+            raise CorruptCheckpointError(
+                f"{directory}: save {self._save_id} was superseded while it was read", path=str(directory)
+            ) from error
 
     def read(self, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies the part of `wanted` that `record.box` holds into `into`; raises `CorruptCheckpointError`."""

@@ -12,7 +12,7 @@ from ckptkit.events import EventLog
 from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.restore.local_tiers import Holdings
 from ckptkit.restore.plan import Candidate, Source
-from ckptkit.restore.sources import PeerShares, SourceSearch, Stock, Unreachable
+from ckptkit.restore.sources import PeerShares, SourceSearch
 
 SAVE = SaveId(1, 4, 0)
 
@@ -77,8 +77,7 @@ def search(held: Holdings, peers: Peers | None = None, step: Step | None = None)
     return SourceSearch(candidate, held, shares, opened, EventLog())
 
 
-def tiers(found: Any) -> list[str]:
-    assert isinstance(found, Holdings)
+def tiers(found: Holdings) -> list[str]:
     return [source.tier for source in found.sources]
 
 
@@ -86,35 +85,33 @@ def test_each_look_covers_more_than_the_one_before() -> None:
     """A restore would wait for a bucket though its own host, or a peer, holds everything."""
     peers = Peers()
     looking = search(own(0), peers, Step(SAVE))
-    found = [tiers(looking.next("uncovered")) for _ in range(4)]
+    found = [looking.planned(tiers) for _ in range(4)]
     assert found == [["ram"], ["ram", "peer"], ["ram", "peer"], ["ram", "peer", "durable"]]
     assert peers.asked == [1, 2, 3]
-    assert looking.next("uncovered") is None
+    with pytest.raises(CorruptCheckpointError, match="are missing or damaged"):
+        looking.planned(tiers)
 
 
 def test_damage_sends_the_search_from_peers_to_the_durable_tier() -> None:
     """Every process would be asked for what the durable tier certainly has."""
     peers = Peers()
     looking = search(own(0), peers, Step(SAVE))
-    assert tiers(looking.next("uncovered")) == ["ram"]
-    assert tiers(looking.next("damaged")) == ["ram", "peer"]
-    assert tiers(looking.next("uncovered")) == ["ram", "peer", "durable"]
+    assert looking.planned(tiers, "uncovered") == ["ram"]
+    assert looking.planned(tiers, "damaged") == ["ram", "peer"]
+    assert looking.planned(tiers, "uncovered") == ["ram", "peer", "durable"]
     assert len(peers.asked) == 1
 
 
 def test_a_step_of_stock_orbax_has_no_sources() -> None:
     """It would be taken for a step that lost everything."""
-    assert search(own(), None, Step()).next("uncovered") == Stock()
     assert search(own(), None, Step()).planned(never) is None
 
 
 def test_what_did_not_answer_is_not_absent() -> None:
     """The restore would fall back to an older step, though the newest is only out of reach."""
-    looking = search(own(), Peers(silent=(1, 2, 3)))
-    found = looking.next("uncovered")
-    assert isinstance(found, Unreachable)
-    with pytest.raises(PeerUnreachableError, match="does not answer"):
-        search(own(), Peers(silent=(1,))).planned(refuse)
+    for silent in ((1, 2, 3), (1,)):
+        with pytest.raises(PeerUnreachableError, match="does not answer"):
+            search(own(), Peers(silent=silent)).planned(refuse)
 
 
 def test_the_last_reason_is_raised() -> None:
