@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -42,13 +43,14 @@ class Verified:
     stock: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
 class Shared:
     """The data that replicas have read for each other: complete leaves, pieces of others, and the bytes by source."""
 
     assembly: Assembly
-    read_bytes: Mapping[str, int]
-    announced: frozenset[tuple[Key, Box]]  # that the durable tier was asked to read ahead
+    read_bytes: Counter[str] = field(default_factory=Counter)
+    announced: set[tuple[Key, Box]] = field(default_factory=set)  # that the durable tier was asked to read ahead
     failure: Exception | None = None  # of this process, not yet known to the others
 
 
@@ -122,10 +124,8 @@ class LocalRead:
         placer.finish()
         if shared is not None:
             leaves |= shared.assembly.leaves
-            read_bytes = {
-                tier: read_bytes.get(tier, 0) + shared.read_bytes.get(tier, 0)
-                for tier in (*shared.read_bytes, *read_bytes)
-            }
+            shared.read_bytes.update(read_bytes)
+            read_bytes = dict(shared.read_bytes)
         return Verified(prepared=prepared, leaves=leaves, read_bytes=read_bytes)
 
     def by_orbax(self, step: int, wanted: RestoreRequest) -> Verified:

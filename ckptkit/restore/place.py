@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -324,29 +324,17 @@ def _alike(form: Form, sharding: jax.sharding.Sharding, several: Sequence[Mappin
     array = _by_callback(form.shape, sharding, first)
     if (put := batched_device_put) is None or array.dtype != next(iter(first.values())).dtype:
         return [array, *[_by_callback(form.shape, sharding, blocks) for blocks in others]]
-    aval, devices, boxes = _like(form, array)
+    aval, places = array.aval, array.sharding.addressable_devices_indices_map(form.shape)
+    devices, boxes = list(places), [Box.of_index(index or (), form.shape) for index in places.values()]
     if len(boxes) == 1:
         return [array, *[put(aval, sharding, list(blocks.values()), devices) for blocks in others]]
     return [array, *[put(aval, sharding, [blocks[box] for box in boxes], devices) for blocks in others]]
-
-
-class _Like(NamedTuple):
-    """The arguments of JAX's function for another array of one form."""
-
-    aval: Any
-    devices: list[Any]  # of this process
-    boxes: tuple[Box, ...]  # that they hold
 
 
 def _by_callback(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding, blocks: Mapping[Box, np.ndarray]
 ) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda index: blocks[Box.of_index(index or (), shape)])
-
-
-def _like(form: Form, array: jax.Array) -> _Like:
-    places = array.sharding.addressable_devices_indices_map(form.shape)
-    return _Like(array.aval, list(places), tuple(Box.of_index(index or (), form.shape) for index in places.values()))
 
 
 def _unaligned(several: Sequence[Mapping[Box, np.ndarray]]) -> Iterator[Mapping[Box, np.ndarray]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -143,43 +143,32 @@ def _is_of_an_iterator(error: Exception) -> bool:
 
 def restore_items(durable: DurableSteps, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
     """Some items of a durable step, by Orbax's manager and the caller's handlers."""
-    orbax = durable.stock.orbax
-    step_url = durable.reader(step).url
-    own = {
-        name: found
-        for name, arg in args.items()
-        if (found := _newer_json(step_url, name, arg) or _from_elsewhere(step_url, name, arg)) is not None
-    }
-    if own:
-        rest = {name: arg for name, arg in args.items() if name not in own}
-        values = {name: value for name, (value,) in own.items()}
-        return values | (restore_items(durable, step, rest) if rest else {})
-    if set(args) == {DEFAULT_ITEM} and durable.stock.default_item is not False:
-        return {DEFAULT_ITEM: orbax.restore(step, args=args[DEFAULT_ITEM])}
-    return dict(orbax.restore(step, args=ocp.args.Composite(**args)).items())
+    orbax, place = durable.stock.orbax, Place.open(durable.reader(step).url, timeout_s=_TIMEOUT_S)
+    values = {name: value for name, arg in args.items() for value in _by_us(place, name, arg)}
+    rest = {name: arg for name, arg in args.items() if name not in values}
+    if set(rest) == {DEFAULT_ITEM} and durable.stock.default_item is not False:
+        values[DEFAULT_ITEM] = orbax.restore(step, args=rest[DEFAULT_ITEM])
+    elif rest:
+        values.update(orbax.restore(step, args=ocp.args.Composite(**rest)).items())
+    return values
 
 
-def _from_elsewhere(step_url: str, name: str, arg: Any) -> tuple[Any] | None:
-    """The value of a tree that `arg` leaves on the devices of its save, where these are not here today: stock Orbax
-    would raise. None for any other item."""
-    if type(arg) not in (ocp.args.StandardRestore, ocp.args.PyTreeRestore):
-        return None
-    if any(
-        word is not None for word in (arg.item, getattr(arg, "restore_args", None), getattr(arg, "transforms", None))
-    ):
-        return None
-    step = Place.open(step_url, timeout_s=_TIMEOUT_S)
-    place = step if name == DEFAULT_ITEM and item_kind(step) == "arrays" else step.below(name)
-    moved = elsewhere(place.url) if item_kind(place) == "arrays" else None
-    return None if moved is None else (read_item(place.url, moved),)
+def _by_us(step: Place, name: str, arg: Any) -> Iterator[Any]:
+    """The value of an item that stock Orbax cannot restore here; nothing for any other.
 
-
-def _newer_json(step_url: str, name: str, arg: Any) -> tuple[Any] | None:
-    """The value of a JSON item whose file only Orbax's newer API reads; None for any other item."""
-    if not isinstance(arg, ocp.args.JsonRestore):
-        return None
-    item = Place.open(step_url, timeout_s=_TIMEOUT_S).below(name)
-    return (item.json(JSON_VALUE_V1),) if JSON_VALUE_V1 in item.names() else None
+    These are a JSON item whose file only Orbax's newer API reads, and a tree that `arg` leaves on the devices of its
+    save, where these are not here today.
+    """
+    if isinstance(arg, ocp.args.JsonRestore):
+        item = step.below(name)
+        if JSON_VALUE_V1 in item.names():
+            yield item.json(JSON_VALUE_V1)
+    elif type(arg) in (ocp.args.StandardRestore, ocp.args.PyTreeRestore):
+        if any(getattr(arg, word, None) is not None for word in ("item", "restore_args", "transforms")):
+            return
+        place = step if name == DEFAULT_ITEM and item_kind(step) == "arrays" else step.below(name)
+        if item_kind(place) == "arrays" and (moved := elsewhere(place.url)) is not None:
+            yield read_item(place.url, moved)
 
 
 def _restored(durable: DurableSteps, step: int, wanted: RestoreRequest) -> dict[str, Any]:

@@ -219,9 +219,7 @@ def test_unresponsive_process_ends_broadcast_not_restore() -> None:
 
     job = Job(coordinator=LocalCoordinator(5.0), events=EventLog())
     caster = Broadcaster(BroadcastOptions(mode="always"), SimpleNamespace(), job, is_remote=False)  # pyright: ignore[reportArgumentType]
-    state = SimpleNamespace(shared=SimpleNamespace(failure=None), choice=None)
-    sends, reads = SimpleNamespace(rounds=2), SimpleNamespace(fill=away)
-    caster._run(ALL, 512, [[None]], sends, reads, state)  # pyright: ignore[reportArgumentType]
-    assert state.choice is not None
-    assert not state.choice.broadcast
-    assert "gave way to reading alone: process 0: PeerUnreachableError: process 3" in state.choice.why
+    shared, sends, reads = SimpleNamespace(failure=None), SimpleNamespace(rounds=2), SimpleNamespace(fill=away)
+    problem = caster._run(ALL, 512, [[None]], sends, reads, shared, None)  # pyright: ignore[reportArgumentType]
+    assert problem is not None
+    assert "gave way to reading alone: process 0: PeerUnreachableError: process 3" in problem

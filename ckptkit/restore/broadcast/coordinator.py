@@ -7,7 +7,7 @@ of it is read, verified and on their devices. After an error before that, all co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -39,15 +39,6 @@ class BroadcastChoice:
 
     broadcast: bool
     why: str
-
-
-@dataclass(slots=True)
-class _State:
-    """The state of one restore."""
-
-    shared: Shared
-    choice: BroadcastChoice
-    caller: CallerThread | None
 
 
 @final
@@ -84,13 +75,10 @@ class Broadcaster:
         assert isinstance(offer, Offer)
         assert prepared is not None
         shared, needs = _begin(prepared, offer, verdict["needs"])
-        choice = BroadcastChoice(broadcast=True, why=verdict["why"])
-        state = _State(shared=shared, choice=choice, caller=caller)
-        for groups, leaves in by_groups([leaf for leaf in offer.leaves if leaf.key in state.shared.assembly]).items():
-            self._share_group(groups, leaves, needs, state, prepared)
-            if not state.choice.broadcast:
-                break
-        return state.shared, state.choice
+        for groups, leaves in by_groups([leaf for leaf in offer.leaves if leaf.key in shared.assembly]).items():
+            if (problem := self._share_group(groups, leaves, needs, shared, caller, prepared)) is not None:
+                return shared, BroadcastChoice(broadcast=False, why=problem)
+        return shared, BroadcastChoice(broadcast=True, why=verdict["why"])
 
     def _offer(self, prepared: Prepared | None, caller: CallerThread | None) -> Offer:
         """The offer of this process. With `auto` it has none in the background: a reader that waits for `result` would
@@ -106,10 +94,11 @@ class Broadcaster:
         groups: Groups,
         leaves: Sequence[Common],
         needs: Mapping[Key, Sequence[bool]],
-        state: _State,
+        shared: Shared,
+        caller: CallerThread | None,
         prepared: Prepared,
-    ) -> None:
-        """Runs the rounds of one set of groups, until one fails."""
+    ) -> str | None:
+        """Runs the rounds of one set of groups, until one fails; then returns the reason."""
         coordinator = self._coordinator
         group = next(group for group in groups if coordinator.process in group)
         streams = _attempt(lambda: share_out(leaves, group, lambda key, process: needs[key][process]))
@@ -118,8 +107,7 @@ class Broadcaster:
             said = [None, max(sum(piece.nbytes for piece in pieces) for pieces in streams.values())]
         problem, longest = self._agree("broadcast-longest", said, _longest)
         if isinstance(streams, str) or problem is not None:
-            state.choice = BroadcastChoice(broadcast=False, why=problem)
-            return
+            return problem
         links = links_of(coordinator.count)
         width = self._options.width(longest, len(group), len(links[0]))
         payload = width - DIGEST_BYTES
@@ -131,18 +119,15 @@ class Broadcaster:
         )
         rejected = self._reading.rejected(prepared.plan.save_id)
         ahead = self._options.ahead(width, len(group))
-        reader = StreamReader(sending, prepared, rejected, state.shared.assembly, ahead)
+        reader = StreamReader(sending, prepared, rejected, shared.assembly, ahead)
         try:
-            self._run(groups, width, links, sending, reader, state)
+            return self._run(groups, width, links, sending, reader, shared, caller)
         finally:
-            if state.caller is not None:
-                state.caller.release()
+            if caller is not None:
+                caller.release()
             reader.close()
-            read_bytes = dict(state.shared.read_bytes)
-            for tier, size in reader.read_bytes.items():
-                read_bytes[tier] = read_bytes.get(tier, 0) + size
-            announced = state.shared.announced | reader.announced
-            state.shared = replace(state.shared, read_bytes=read_bytes, announced=announced)
+            shared.read_bytes.update(reader.read_bytes)
+            shared.announced |= reader.announced
 
     def _run(
         self,
@@ -151,8 +136,9 @@ class Broadcaster:
         links: Sequence[Sequence[Any]],
         sending: Sending,
         reader: StreamReader,
-        state: _State,
-    ) -> None:
+        shared: Shared,
+        caller: CallerThread | None,
+    ) -> str | None:
         gather: AllGather | None = None
         sent: jax.Array | None = None
         windows = [np.zeros(width, np.uint8) for _ in range(2)]
@@ -162,62 +148,62 @@ class Broadcaster:
             rejecting = (*REJECTING, PeerUnreachableError)
             try:
                 with voted(self._coordinator, "broadcast-read", rejecting=rejecting):
-                    if state.shared.failure is not None:
-                        raise state.shared.failure
+                    if shared.failure is not None:
+                        raise shared.failure
                     reader.fill(number, windows[number % 2])
                     sent = gather.put(windows[number % 2]) if gather is not None else None
             except RejectedError as rejected:
-                state.choice = BroadcastChoice(broadcast=False, why=f"gave way to reading alone: {rejected}")
-                return
+                return f"gave way to reading alone: {rejected}"
             if gather is None:
-                if not self._all_here(state):
-                    return
-                gather, sent = self._connected(groups, width, links, windows[0], state)
-                if gather is None:
-                    return
+                if (problem := self._missing(caller)) is not None:
+                    return problem
+                made = self._connected(groups, width, links, windows[0], caller)
+                if isinstance(made, str):
+                    return made
+                gather, sent = made
             with self._events.span("broadcast"):
-                self._receive(number, gather, sent, sending, state)
+                self._receive(number, partial(gather, sent), sending, shared, caller)
+        return None
 
-    def _receive(self, number: int, gather: AllGather, sent: jax.Array | None, sending: Sending, state: _State) -> None:
+    def _receive(
+        self, number: int, gather: Callable[[], Any], sending: Sending, shared: Shared, caller: CallerThread | None
+    ) -> None:
         """One round. An error on this process alone is reported in the next vote, which the others join too."""
-        shared = state.shared
-        assert sent is not None
         try:
-            came_bytes = sending.unpack(
-                number, _launch(state.caller, partial(gather, sent)), shared.assembly, self._damaged
-            )
+            came_bytes = sending.unpack(number, _launch(caller, gather), shared.assembly, self._damaged)
         except Exception as error:  # noqa: BLE001  raised in the next vote
-            state.shared = replace(shared, failure=error)
-            return
-        counted = {**shared.read_bytes, REPLICA: shared.read_bytes.get(REPLICA, 0) + came_bytes}
-        state.shared = replace(shared, read_bytes=counted)
+            shared.failure = error
+        else:
+            shared.read_bytes[REPLICA] += came_bytes
 
-    def _all_here(self, state: _State) -> bool:
-        """Whether on every process the thread that launches collectives is available."""
-        if state.caller is None:
-            return True
-        state.caller.is_all_that_is_missing = True
-        problem = all_come(state.caller, self._coordinator)
-        state.caller.is_all_that_is_missing = False
-        if problem is not None:
-            state.choice = BroadcastChoice(broadcast=False, why=problem)
-        return problem is None
+    def _missing(self, caller: CallerThread | None) -> str | None:
+        """Why the thread that launches collectives is missing on some process; None if it is available on all."""
+        if caller is None:
+            return None
+        caller.is_all_that_is_missing = True
+        problem = all_come(caller, self._coordinator)
+        caller.is_all_that_is_missing = False
+        return problem
 
     def _connected(
-        self, groups: Groups, width: int, links: Sequence[Sequence[Any]], window: np.ndarray, state: _State
-    ) -> tuple[AllGather | None, jax.Array | None]:
-        """The compiled collective and what is to be sent first, once all processes have both; else None."""
+        self,
+        groups: Groups,
+        width: int,
+        links: Sequence[Sequence[Any]],
+        window: np.ndarray,
+        caller: CallerThread | None,
+    ) -> tuple[AllGather, jax.Array] | str:
+        """The compiled collective and what is to be sent first, once all processes have both; else why not."""
 
         def connect() -> tuple[AllGather, jax.Array]:
             gather = AllGather(groups, width, links, self._coordinator.process)
             return gather, gather.put(window).block_until_ready()
 
-        made = _attempt(lambda: _launch(state.caller, connect))
+        made = _attempt(lambda: _launch(caller, connect))
         problem = self._agree("broadcast-connected", made if isinstance(made, str) else None, first_problem)
         if problem is None and not isinstance(made, str):
             return made
-        state.choice = BroadcastChoice(broadcast=False, why=f"no collective: {problem}")
-        return None, None
+        return f"no collective: {problem}"
 
     def _damaged(self, process: int) -> None:
         reason = f"what process {process} sent has another digest here: this part is read from its source"
@@ -234,7 +220,7 @@ def _begin(prepared: Prepared, offer: Offer, said: Sequence[bool | str]) -> tupl
     kept = {leaf.key for leaves in by_groups(offer.leaves).values() for leaf in leaves if any(needs[leaf.key])}
     targets = {target.key: target for target in prepared.targets if target.key in kept}
     cells = {leaf.key: leaf.cell for leaf in offer.leaves}
-    return Shared(assembly=Assembly(targets, cells), read_bytes={}, announced=frozenset()), needs
+    return Shared(assembly=Assembly(targets, cells)), needs
 
 
 def _launch(caller: CallerThread | None, act: Callable[[], _T]) -> _T:
