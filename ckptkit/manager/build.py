@@ -29,7 +29,7 @@ from ckptkit.manager.start_warnings import (
 from ckptkit.manager.stock import take_stock
 from ckptkit.model.manifest import Writer
 from ckptkit.model.tiers import DURABLE, Tier, places_text
-from ckptkit.peers import PeerLink
+from ckptkit.peers.link import PeerLink
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.flow import RestoreFlow
 from ckptkit.save.book.ledger import Branch, Ledger

@@ -335,15 +335,6 @@ class Arena:
         with self._changed:
             slot.leases += 1
 
-    def hold(self, save_id: SaveId) -> Slot | None:
-        """The slot that holds a save, leased until `release`; None where none does any more."""
-        with self._changed:
-            for slot in [*self._slots, *self._retired]:
-                if slot.save_id == save_id:
-                    slot.leases += 1
-                    return slot
-        return None
-
     def forget_contents(self, save_id: SaveId) -> None:
         """The next save in the slot of a save writes every byte, because some of them are damaged."""
         with self._changed:
