@@ -15,6 +15,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from ckptkit.durable.orbax.manager import default_save_policy
 from ckptkit.job.coordination import Coordinator, LocalCoordinator, ScopedCoordinator
 from ckptkit.model.tiers import DURABLE, Tier, TierClockPolicy, TierSavePolicy
 from ckptkit.util import clock
@@ -30,18 +31,6 @@ class StepInfo:
     time: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
     metrics: Any = None
     is_locked: bool = False
-
-
-class _ShouldSaveFunction:
-    """`CheckpointManagerOptions.should_save_fn` as a policy."""
-
-    def __init__(self, function: Any):
-        self._function = function
-
-    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Asks the function with the step and the one saved last."""
-        del context
-        return bool(self._function(step.step, previous_steps[-1].step if previous_steps else None))
 
 
 class _Continuous:
@@ -81,7 +70,7 @@ class Decider:
         self._options = options
         self._read_only = options.read_only
         self._asks_user = options.save_decision_policy is not None or options.should_save_fn is not None
-        self._policy = options.save_decision_policy or _default_policy(options)
+        self._policy = options.save_decision_policy or default_save_policy(options)
         self._coordinator = ScopedCoordinator(coordinator or LocalCoordinator())
         self._alone = self._coordinator.count == 1 or _is_of_the_step_alone(self._policy)
         if not self._alone:
@@ -227,15 +216,3 @@ def _asked_by_one(policy: Any) -> Any:
     if type(policy) is policies.AnySavePolicy:
         return policies.AnySavePolicy([_asked_by_one(each) for each in policy.policies])
     return _Continuous(policy) if type(policy) is policies.ContinuousCheckpointingPolicy else policy
-
-
-def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:
-    """The policy that Orbax builds from its options when none is given."""
-    chosen: list[Any] = [policies.PreemptionCheckpointingPolicy()]
-    if options.should_save_fn is not None:
-        return policies.AnySavePolicy([_ShouldSaveFunction(options.should_save_fn), *chosen])
-    if options.save_interval_steps is not None:
-        chosen.append(policies.FixedIntervalPolicy(options.save_interval_steps))
-    if options.save_on_steps is not None:
-        chosen.append(policies.SpecificStepsPolicy(options.save_on_steps))
-    return policies.AnySavePolicy([*chosen, policies.InitialSavePolicy()])
