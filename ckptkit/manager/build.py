@@ -154,7 +154,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
                 ),
             ),
             branch,
-            Decider(options, tiers, durable_infos(ledger, durable), coordinator),
+            Decider(options, tiers, durable_infos(ledger, durable), coordinator, latest=ledger.latest_step),
             retention,
             settings.saving,
             machinery(coordinator, Stager(memory, device_bytes_max=settings.saving.device_copy_bytes_max)),
