@@ -29,7 +29,7 @@ from ckptkit.manager.start_warnings import (
 from ckptkit.manager.stock import take_stock
 from ckptkit.model.manifest import Writer
 from ckptkit.model.tiers import DURABLE, Tier, places_text
-from ckptkit.peers import PeerLink
+from ckptkit.peers.link import PeerLink
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.flow import RestoreFlow
 from ckptkit.save.book.ledger import Branch, Ledger
@@ -154,7 +154,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
                 ),
             ),
             branch,
-            Decider(options, tiers, durable_infos(ledger, durable), coordinator),
+            Decider(options, tiers, durable_infos(ledger, durable), coordinator, latest=ledger.latest_step),
             retention,
             settings.saving,
             machinery(coordinator, Stager(memory, device_bytes_max=settings.saving.device_copy_bytes_max)),

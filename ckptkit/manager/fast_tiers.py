@@ -14,7 +14,7 @@ from ckptkit.job.vote import voted
 from ckptkit.manager.settings import Settings
 from ckptkit.model.policies import PeerOptions
 from ckptkit.model.tiers import MEMORY, PEER, RAM, SSD, Tier, kept_beside
-from ckptkit.peers import PeerLink, open_link
+from ckptkit.peers.link import PeerLink, open_link
 from ckptkit.peers.receiver import CopyReceiver
 from ckptkit.peers.ring import Seat, keepers, kept_for
 from ckptkit.restore.candidates import Inventory
@@ -134,7 +134,7 @@ def open_peers(
         sender: arenas[_peer_arena_name(number)] for number, sender in enumerate(job_hosts.kept_for) if arenas
     }
     receiver = CopyReceiver(peer_arenas) if has_copies else None
-    link = open_link(host_dirs, list(arenas.values()), job_hosts.hosts, options, job, also=receiver)
+    link = open_link(host_dirs, job_hosts.hosts, options, job, also=receiver)
     if receiver is None:
         return link, None
     return link, PeerCopies(

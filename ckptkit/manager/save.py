@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
-import jax
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.file_items import FilesSave, written_by
@@ -19,7 +18,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.pipeline import Call
 from ckptkit.save.records import LastTurn, Save
-from ckptkit.snapshot.copying import describe_abstract, transfer_bytes
+from ckptkit.snapshot.copying import transfer_bytes
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import abstract_items, as_it_is, save_items
 from ckptkit.snapshot.json_values import require_json, require_json_dict
@@ -66,14 +65,10 @@ class Saver:
             self.pipeline.slots.hold(_RESTORE_FOLLOWS_S)
         default_item = not isinstance(args, ocp.args.Composite)
         by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
-        abstract = abstract_items(by_name)
-        if abstract is not None and not _all_placed(abstract.trees):
-            description = describe_abstract(abstract.trees)
-        else:
-            own = abstract or save_items(by_name)
-            if isinstance(own, str):
-                return
-            description = self.pipeline.describe(own.trees, chunk_bytes=own.chunk_bytes)
+        own = abstract_items(by_name) or save_items(by_name)
+        if isinstance(own, str):
+            return
+        description = self.pipeline.describe(own.trees, chunk_bytes=own.chunk_bytes)
         is_ours = not self.durable.stock.has_given_handlers
         if is_ours and all(isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave) for arg in by_name.values()):
             self.durable.require_room(description.tree_bytes)
@@ -205,12 +200,6 @@ def _check_names(items: Iterable[str]) -> None:
     for name in items:
         if name in ("", ".", "..") or "/" in name or "\\" in name:
             raise ValueError(f"item {name!r} cannot be saved: give it a name without slash and backslash")
-
-
-def _all_placed(trees: Mapping[str, Any]) -> bool:
-    """Whether a save of arrays like these leaves is described by them: an abstract leaf may have no sharding."""
-    leaves = jax.tree.leaves(dict(trees))
-    return all(leaf.sharding is not None for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
 
 
 def _refuse_unordered(options: Any, metrics: Any) -> None:

@@ -19,7 +19,6 @@ from ckptkit.model.tiers import PEER
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import Also, PeerServer
 from ckptkit.peers.share_index import ShareIndex
-from ckptkit.slots.arena import Arena
 from ckptkit.util.clock import Deadline
 
 _NAME_S, _PAUSE_S = 20.0, 0.5  # for a name server that answers "again", and between tries
@@ -34,7 +33,6 @@ class PeerLink:
 
     server: PeerServer | None
     client: PeerClient
-    copies: bool  # whether copies of others' slots are kept here
 
     def close(self) -> None:
         """Ends both."""
@@ -45,7 +43,6 @@ class PeerLink:
 
 def open_link(
     host_dirs: Mapping[str, Path],
-    arenas: Sequence[Arena],
     hosts: Sequence[str],
     options: PeerOptions,
     job: Job,
@@ -59,9 +56,8 @@ def open_link(
     """
     server, address = None, None
     try:
-        server = PeerServer(
-            ShareIndex(host_dirs, arenas), options.host or job_interface(len(set(hosts)) > 1), also=also
-        )
+        host = options.host or job_interface(len(set(hosts)) > 1)
+        server = PeerServer(ShareIndex(host_dirs), host, also=also)
         address = server.address
     except OSError as error:
         reason = f"this host cannot serve other hosts:  {error}; give its address with PeerOptions(host=...)"
@@ -79,7 +75,7 @@ def open_link(
     if server is not None:
         server.admit(said["secret"])
     client = PeerClient(said["addresses"], said["secret"], timeout_s=options.timeout_s)
-    return PeerLink(server=server, client=client, copies=also is not None)
+    return PeerLink(server=server, client=client)
 
 
 def job_interface(several_hosts: bool) -> str:

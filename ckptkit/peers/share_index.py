@@ -7,7 +7,6 @@ import re
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -15,7 +14,6 @@ from typing import final
 from ckptkit.errors import CheckpointError
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import Manifest, SaveId
-from ckptkit.slots.arena import Arena
 from ckptkit.slots.reader import manifest_name_of, read_manifest, readable_slot_directories
 
 RANGE_BYTES_MAX = 8 << 20  # of one answer, which is in memory: a stalled client does not block a slot
@@ -63,9 +61,8 @@ class ShareIndex:
     Safe from several threads.
     """
 
-    def __init__(self, host_dirs: Mapping[str, Path], arenas: Sequence[Arena]):
+    def __init__(self, host_dirs: Mapping[str, Path]):
         self._host_dirs = host_dirs
-        self._arenas = {arena.directory: arena for arena in arenas if arena.directory is not None}
         self._lock = threading.RLock()
         self._metadata_index: dict[tuple[SaveId, int], _Share] = {}
 
@@ -81,38 +78,23 @@ class ShareIndex:
     def read(self, save_id: SaveId, process: int, tag: str, start: int, stop: int) -> bytes:
         """The bytes `[start, stop)` of the slot of the manifest that `tag` names; they lie in one box of it.
 
-        The slot is leased while they are copied, where it is this process's own, and no longer: not while they are
-        sent. Elsewhere the manifest is looked at again after the copy. At most `RANGE_BYTES_MAX`. Raises
-        `NotHeldError`, `SupersededError`, `BadRangeError`.
+        Takes no lease, so no save waits for it. The manifest is looked at again after the copy: a save deletes it
+        before it overwrites the slot. At most `RANGE_BYTES_MAX`. Raises `NotHeldError`, `SupersededError`,
+        `BadRangeError`.
         """
         share = self._find(save_id, process)
         if share.tag != tag:
             raise SupersededError(f"save {save_id} of process {process} has moved to another slot")
         _check_range(share, start, stop)
-        with self._leased(share, save_id):
-            try:
-                data = _read(share.slot, start, stop)
-            except OSError as error:  # a lost sector, for example: the client has other sources
-                raise NotHeldError(f"cannot be read: {error.strerror}: {share.slot}") from error
+        try:
+            data = _read(share.slot, start, stop)
+        except OSError as error:  # a lost sector, for example: the client has other sources
+            raise NotHeldError(f"cannot be read: {error.strerror}: {share.slot}") from error
         if _identity(share.path) != share.identity:
             raise SupersededError(f"save {save_id} of process {process} was superseded while it was read")
         if len(data) != stop - start:
             raise NotHeldError(f"{share.slot} ends before byte {stop}")
         return data
-
-    @contextmanager
-    def _leased(self, share: _Share, save_id: SaveId) -> Iterator[None]:
-        arena = self._arenas.get(share.path.parent)
-        if arena is None:
-            yield
-            return
-        slot = arena.hold(save_id)
-        if slot is None:
-            raise SupersededError(f"save {save_id} was superseded")
-        try:
-            yield
-        finally:
-            arena.release(slot)
 
     def _find(self, save_id: SaveId, process: int) -> _Share:
         key = (save_id, process)

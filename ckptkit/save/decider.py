@@ -7,7 +7,7 @@ anything else that may differ between processes is asked on process 0; the other
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from ckptkit.durable.orbax.manager import default_save_policy
 from ckptkit.job.coordination import Coordinator, LocalCoordinator, ScopedCoordinator
 from ckptkit.model.tiers import DURABLE, Tier, TierClockPolicy, TierSavePolicy
 from ckptkit.util import clock
@@ -30,18 +31,6 @@ class StepInfo:
     time: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
     metrics: Any = None
     is_locked: bool = False
-
-
-class _ShouldSaveFunction:
-    """`CheckpointManagerOptions.should_save_fn` as a policy."""
-
-    def __init__(self, function: Any):
-        self._function = function
-
-    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Asks the function with the step and the one saved last."""
-        del context
-        return bool(self._function(step.step, previous_steps[-1].step if previous_steps else None))
 
 
 class _Continuous:
@@ -74,19 +63,23 @@ class Decider:
         self,
         options: ocp.CheckpointManagerOptions,
         tiers: Sequence[Tier],
-        durable_steps: Iterable[StepInfo | int],
+        durable_steps: Iterable[StepInfo],
         coordinator: Coordinator | None = None,
+        *,
+        latest: Callable[[], int | None] = lambda: None,
     ):
+        """`latest`: the newest step that is there, asked for as long as this run has taken none."""
         self._tiers = tiers
         self._options = options
         self._read_only = options.read_only
         self._asks_user = options.save_decision_policy is not None or options.should_save_fn is not None
-        self._policy = options.save_decision_policy or _default_policy(options)
+        self._policy = options.save_decision_policy or default_save_policy(options)
         self._coordinator = ScopedCoordinator(coordinator or LocalCoordinator())
         self._alone = self._coordinator.count == 1 or _is_of_the_step_alone(self._policy)
         if not self._alone:
             self._policy = _asked_by_one(self._policy)
-        self._last: int | None = None
+        self._last: int | None = None  # the step that was taken last, or from which the run continues
+        self._latest = latest
         self._base: int | None = None  # the step from which the run continues, until it saves
         self._durable_owed = False
         self._by_step = [(tier.name, tier.save) for tier in tiers if isinstance(tier.save, TierSavePolicy)]
@@ -105,10 +98,9 @@ class Decider:
         finally:
             self._coordinator.begin(before)
 
-    def refill(self, durable_steps: Iterable[StepInfo | int]) -> None:
+    def refill(self, durable_steps: Iterable[StepInfo]) -> None:
         """The durable tier was read again: it holds these, in the order in which they were saved."""
-        infos = [StepInfo(each) if isinstance(each, int) else each for each in durable_steps]
-        self._durable = [info for info in infos if self._base is None or info.step <= self._base]
+        self._durable = [info for info in durable_steps if self._base is None or info.step <= self._base]
         self._last = self._base
 
     def forget(self, step: int) -> None:
@@ -138,37 +130,21 @@ class Decider:
         behind_from = max(self._durable[-1].step + 1 if self._durable else 0, step - _LOOKED_BACK_STEPS)
         self._durable_owed = any(self._durable_due(each, False, False) for each in range(behind_from, step + 1))
 
-    @property
-    def knows_last(self) -> bool:
-        """Whether it knows which step was taken last, so that nobody has to look that up for it."""
-        return self._last is not None
-
-    def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
-        """The reason why no tier can take `step` under any policy; None if the policies decide.
-
-        The step that was taken last counts more than `last`.
-        """
-        last = self._last if self._last is not None else last
+    def refusal(self, step: int, *, force: bool) -> str | None:
+        """The reason why no tier can take `step` under any policy; None if the policies decide."""
+        last = self._last if self._last is not None else self._latest()
         if self._read_only:
             return "the option read_only is set"
         if last is not None and step <= last and not force:
             return f"step {last} is saved already, and a save at or below it needs force=True"
         return None
 
-    def due(
-        self,
-        step: int,
-        *,
-        last: int | None,
-        reached_preemption: bool,
-        force: bool,
-        is_saving: bool = False,
-    ) -> frozenset[str]:
+    def due(self, step: int, *, reached_preemption: bool, force: bool, is_saving: bool = False) -> frozenset[str]:
         """The tiers that take `step`; none for a step at or below the last one, unless `force`.
 
         `is_saving` is whether a save is in flight, as this process sees it.
         """
-        if self.refusal(step, last=last, force=force) is not None:
+        if self.refusal(step, force=force) is not None:
             return frozenset()
         due = {tier.name for tier in self._tiers} if force else self._fast_due(step)
         if force or self._durable_due(step, reached_preemption, is_saving) or (due and self._durable_owed):
@@ -227,15 +203,3 @@ def _asked_by_one(policy: Any) -> Any:
     if type(policy) is policies.AnySavePolicy:
         return policies.AnySavePolicy([_asked_by_one(each) for each in policy.policies])
     return _Continuous(policy) if type(policy) is policies.ContinuousCheckpointingPolicy else policy
-
-
-def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:
-    """The policy that Orbax builds from its options when none is given."""
-    chosen: list[Any] = [policies.PreemptionCheckpointingPolicy()]
-    if options.should_save_fn is not None:
-        return policies.AnySavePolicy([_ShouldSaveFunction(options.should_save_fn), *chosen])
-    if options.save_interval_steps is not None:
-        chosen.append(policies.FixedIntervalPolicy(options.save_interval_steps))
-    if options.save_on_steps is not None:
-        chosen.append(policies.SpecificStepsPolicy(options.save_on_steps))
-    return policies.AnySavePolicy([*chosen, policies.InitialSavePolicy()])

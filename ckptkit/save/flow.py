@@ -146,7 +146,7 @@ class SaveFlow:
         can be saved of.
         """
         step = save.step
-        if (why := self._refusal(step, force=save.force)) is not None:
+        if (why := self._decider.refusal(step, force=save.force)) is not None:
             self._events.emit(Kind.SKIPPED, step=step, reason=why)
             return False
         if step < 0:
@@ -160,7 +160,7 @@ class SaveFlow:
         if not save.due:
             return False
         self._outcomes.health.raise_if_overdue(step)
-        if save.last is None and self._refusal(step, force=False) is not None:
+        if save.last is None and self._decider.refusal(step, force=False) is not None:
             # An earlier save of the step may be in flight, and may still fail: waits until all processes know its end.
             yield from self._threads.settle(Deadline(self._coordinator.timeout_s))
         self._threads.raise_if_closed()
@@ -176,19 +176,13 @@ class SaveFlow:
 
     def is_due(self, step: int) -> bool:
         """Whether an un-forced save of `step` would be taken for any tier. All processes ask together."""
-        if self._refusal(step, force=False) is not None:
+        if self._decider.refusal(step, force=False) is not None:
             return False
         return bool(self._due(step, force=False, reached=self._reached_preemption(step)))
 
     def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
-        last, is_saving = self._latest(), not self._threads.idle
-        return self._decider.due(step, last=last, reached_preemption=reached, force=force, is_saving=is_saving)
-
-    def _refusal(self, step: int, *, force: bool) -> str | None:
-        return self._decider.refusal(step, last=self._latest(), force=force)
-
-    def _latest(self) -> int | None:
-        return None if self._decider.knows_last else self._ledger.latest_step()
+        is_saving = not self._threads.idle
+        return self._decider.due(step, reached_preemption=reached, force=force, is_saving=is_saving)
 
     def _reached_preemption(self, step: int) -> bool:
         return bool(self._durable_steps.stock.orbax.reached_preemption(step))

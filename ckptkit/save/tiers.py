@@ -19,7 +19,12 @@ from ckptkit.model.policies import SaveOptions
 from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.save.agreement.fence import EpochFence
 from ckptkit.save.agreement.protocol import Ask, Do, Machinery, SaveProtocol, SideBySide, Wait
-from ckptkit.save.agreement.replica_check import ReplicaComparison, differing_host_values, host_values
+from ckptkit.save.agreement.replica_check import (
+    ReplicaComparison,
+    differing_host_values,
+    first_look,
+    host_values,
+)
 from ckptkit.save.agreement.voting import SaveTier, Verdict, Voting, joined
 from ckptkit.save.book.ledger import OVERTAKEN, Branch
 from ckptkit.save.book.outcomes import Outcomes, describe
@@ -177,13 +182,13 @@ class SlotTier(SaveTier):
             return
         digests = None if save.refusal is not None else save.digests
         try:
-            verdict = yield from self._replicas.compare_before_commit(save.name, self._compared(save, digests), digests)
+            found = yield from self._replicas.compare_before_commit(save.name, self._compared(save, digests))
         except CheckpointError as error:
             save.refusal = save.refusal or Refusal(policy="veto", reason=describe(error))
             return
-        save.replicas_differ = verdict["found"]
-        if (why := verdict["refusal"]) is not None:
-            save.refusal = save.refusal or Refusal(policy=why[0], reason=why[1])
+        save.replicas_differ = found
+        if found["sets"] or found["local"]:
+            save.refusal = save.refusal or Refusal(policy="veto", reason="replicas differ")
 
     def copy(self, save: Save) -> SaveProtocol:
         """Commits the slot, or only its identity where slots are memory without files."""
@@ -206,16 +211,16 @@ class SlotTier(SaveTier):
             "slower": {name: why and [why.policy, why.reason] for name, why in refusals.items()},
         }
 
-    def decide(self, save: Save, ballots: list[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str] | None]:
+    def decide(self, save: Save, ballots: list[dict[str, Any] | None]) -> dict[str, Any]:
         """Which boxes differ, and the tiers that leave the save out: one that is busy anywhere does so everywhere."""
         self._outcomes.host_values_differ(save.save_id, differing_host_values(ballots))
-        found, refusal = self._replicas.decide([ballot and ballot["replicas"] for ballot in ballots])
+        found = first_look([ballot and ballot["replicas"] for ballot in ballots])
         tiers = dict.fromkeys(tier for ballot in ballots if ballot is not None for tier in ballot["slower"])
         later = {
             tier: joined([None if ballot is None else ballot["slower"].get(tier) for ballot in ballots])
             for tier in tiers
         }
-        return {"replicas": found, "slower": {tier: why for tier, why in later.items() if why is not None}}, refusal
+        return {"replicas": found, "slower": {tier: why for tier, why in later.items() if why is not None}}
 
     def explain(self, save: Save, verdict: Verdict) -> SaveProtocol:
         """Names the boxes of replicas that differ."""

@@ -21,11 +21,18 @@ from typing import final
 
 import numpy as np
 
-from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.errors import CheckpointError, NewerFormatError, StoreFullError
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId, refuse_unreadable
-from ckptkit.slots.adopted import AdoptedDirectories
-from ckptkit.slots.directory import give_up, remove_slots, remove_unfinished, retake, take_directory
+from ckptkit.slots.directory import (
+    give_up,
+    remove_directory,
+    remove_slots,
+    remove_unfinished,
+    retake,
+    take_directory,
+    take_left,
+)
 from ckptkit.slots.files import UNKNOWN, Slot, SlotFiles, file_bytes, reusable
 from ckptkit.slots.host_memory import HostMemory, SlotRoom
 from ckptkit.slots.latest_pointer import Newest
@@ -71,7 +78,7 @@ class Arena:
         self._files = SlotFiles(directory, synced=synced)
         self.on_lost: Callable[[CheckpointError], None] = lambda error: None  # told what `acquire` made anew
         self._protected: dict[str, frozenset[SaveId]] = {}  # by the reason
-        self._adopted = AdoptedDirectories(synced=synced)
+        self._adopted: list[Arena] = []  # without slots of their own: nothing is saved there
         self._outgrown: set[str] = set()  # slots that a job of another size made, until they are made anew
         # Until the first save that all commit, the state of such a job takes room on this host: each process makes one
         # slot, so that every one of them can commit.
@@ -122,12 +129,20 @@ class Arena:
     def adopt(self) -> None:
         """Takes the directories of this host that no process holds, with what ended processes of a larger job left.
 
-        To be called by one process of a host, when all have opened their arenas. A save there that this arena does not
-        protect any more is removed, at the latest for the first save (`AdoptedDirectories`).
+        To be called by one process of a host, when all have opened their arenas. A restore finds the saves there. Those
+        that this arena does not protect are removed by the next `protect`, or for the first save, which leaves at least
+        one in each directory. A directory is removed once it holds none. If this process dies, the next one finds the
+        rest.
         """
-        if self.directory is not None:
-            with self._changed:
-                self._adopted.take(self.directory.parent)
+        if self.directory is None:
+            return
+        with self._changed:
+            for directory, fd in take_left(self.directory.parent):
+                try:
+                    self._adopted.append(Arena(directory, slots=0, synced=self.synced, lock_fd=fd, keeps_found=True))
+                except NewerFormatError:  # it stays as it is; a restore raises, on all processes
+                    give_up(fd)
+            self._remove_adopted()
 
     def reserve(self, size_bytes: int, turn: Callable[[bool], bool] = lambda within: True) -> None:
         """Makes every free slot at least `size_bytes` large and faults its pages in; for a background thread.
@@ -260,7 +275,6 @@ class Arena:
                 raise
         with self._changed:
             slot.save_id, self._has_committed = save_id, True
-            self._adopted.has_committed = True
             if self._newest is not None:
                 self._newest.committed(save_id)
 
@@ -279,7 +293,9 @@ class Arena:
             for slot in [*self._slots, *self._retired]:
                 if slot.save_id in save_ids:
                     self._forget(slot)
-            self._adopted.forget(save_ids)
+            for each in self._adopted:
+                each.forget(save_ids)
+            self._remove_adopted()
             self._changed.notify_all()
 
     @property
@@ -298,7 +314,7 @@ class Arena:
             self.crowded = self.crowded and not (why == ALL and self._has_committed)
             self._drop_retired()
             if why == ALL:
-                self._adopted.keep(self.protected)
+                self._prune_adopted()
             self._changed.notify_all()
 
     def resize(self, slots: int) -> bool:
@@ -318,15 +334,6 @@ class Arena:
         """Keeps `slot` from being overwritten until `release`."""
         with self._changed:
             slot.leases += 1
-
-    def hold(self, save_id: SaveId) -> Slot | None:
-        """The slot that holds a save, leased until `release`; None where none does any more."""
-        with self._changed:
-            for slot in [*self._slots, *self._retired]:
-                if slot.save_id == save_id:
-                    slot.leases += 1
-                    return slot
-        return None
 
     def forget_contents(self, save_id: SaveId) -> None:
         """The next save in the slot of a save writes every byte, because some of them are damaged."""
@@ -359,7 +366,9 @@ class Arena:
                 self._files.unmap(slot)
             if remove and self.directory is not None:
                 remove_slots(self.directory)
-            self._adopted.close(remove=remove)
+            for each in self._adopted:
+                each.close(remove=remove)
+            self._adopted = []
             if self._lock_fd is not None:
                 give_up(self._lock_fd)
                 self._lock_fd = None
@@ -429,7 +438,27 @@ class Arena:
         with self._changed:
             if self._outgrown:
                 self._drop_retired()
-            self._adopted.keep(self.protected, or_newest=True)
+            self._prune_adopted(or_newest=True)
+
+    def _prune_adopted(self, *, or_newest: bool = False) -> None:
+        """Removes the adopted saves that are not protected; `or_newest`: the newest one stays in a directory that has
+        no protected one."""
+        for each in self._adopted:
+            if held := frozenset(each.held()):
+                each.protect(*(held & self.protected or ({max(held)} if or_newest else ())))
+        self._remove_adopted()
+
+    def _remove_adopted(self) -> None:
+        """Removes the adopted directories that hold nothing, and releases their locks. Damaged manifests stay until
+        this run has committed: until then a restore has to report them."""
+        for each in [each for each in self._adopted if not each.held()]:
+            directory, fd = each.directory, each._lock_fd
+            assert directory is not None
+            assert fd is not None
+            with suppress(CheckpointError, OSError):  # a disk that fails: the next call tries again
+                if self._has_committed or not any(directory.glob("step-*.json")):
+                    remove_directory(directory, fd)
+                    self._adopted.remove(each)
 
     def _left_bytes(self, slot_bytes: int) -> int:
         """The bytes that jobs of another size have left on this host, of which the next commit frees the last."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeVar, final
+from typing import Final, TypeVar, final
 
 import numpy as np
 
@@ -49,17 +49,7 @@ class Slot:
     contents: Contents = UNKNOWN  # whoever writes the slot sets it; unknown again where a write or a sync fails
 
 
-class Reusable(Protocol):
-    """The conditions for writing a slot."""
-
-    save_id: SaveId | None
-    leases: int
-
-
-_Slot = TypeVar("_Slot", bound=Reusable)
-
-
-def reusable(slots: Iterable[_Slot], protected: Collection[SaveId]) -> _Slot | None:
+def reusable(slots: Iterable[Slot], protected: Collection[SaveId]) -> Slot | None:
     """The slot to be written next: an empty one, or the one with the oldest save. None while all are leased or hold
     a protected save."""
     free = [slot for slot in slots if slot.leases == 0 and slot.save_id not in protected]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, final
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ckptkit.model.digests import copy_digested, digest_of
-from ckptkit.snapshot.describe import Description, Digests, SlotExtent, describe_items
+from ckptkit.snapshot.describe import Digests, SlotExtent
 from ckptkit.snapshot.shards import Shard, in_pinned_memory, is_read_from_pinned, unless_full
 from ckptkit.util.sharing import SMALL_BYTES, copy_threads, host_processes, share_work
 
@@ -110,23 +110,6 @@ def transfer_bytes(extents: Iterable[SlotExtent], *, pinned: bool = False) -> in
     # Boxes of two sizes have a window each, and the small ones of a state seldom fill theirs.
     window = window_bytes(len(total))
     return sum(min(total[device], max(2 * window, window + largest[device])) for device in total)
-
-
-def describe_abstract(trees: Mapping[str, Any]) -> Description:
-    """The description of a save of `trees`.
-
-    Leaves may be `jax.ShapeDtypeStruct`; one without a sharding counts as an array in host memory, whole on every
-    process. Raises as `describe_items`.
-    """
-    return describe_items({item: jax.tree.map(_placed, tree) for item, tree in trees.items()})
-
-
-def _placed(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is not None:
-        return leaf
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # takes no memory
 
 
 def window_bytes(devices: int) -> int:

@@ -130,7 +130,11 @@ def as_it_is(value: Any) -> Any:
 
 
 def abstract_items(args: Mapping[str, Any]) -> SaveItems | None:
-    """The trees of `args` as they would be stored; None where no leaf is a ShapeDtypeStruct."""
+    """The trees of `args` as they would be stored; None where no leaf is a ShapeDtypeStruct.
+
+    Leaves may be `jax.ShapeDtypeStruct`; one without a sharding counts as an array in host memory, whole on every
+    process.
+    """
     trees = {name: arg for name, arg in args.items() if isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave)}
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for arg in trees.values() for leaf in jax.tree.leaves(arg.item)):
         return None
@@ -139,7 +143,8 @@ def abstract_items(args: Mapping[str, Any]) -> SaveItems | None:
         def of(leaf: Any, wish: Any = None) -> Any:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 dtype = getattr(wish, "dtype", None)
-                return leaf if dtype is None else leaf.update(dtype=dtype)
+                leaf = leaf if dtype is None else leaf.update(dtype=dtype)
+                return _in_host_memory(leaf) if leaf.sharding is None else leaf
             found = _stored(leaf, wish, isinstance(arg, ocp.args.StandardSave))
             return leaf if found is None else found
 
@@ -153,6 +158,12 @@ def abstract_items(args: Mapping[str, Any]) -> SaveItems | None:
         durable={},
         chunk_bytes={name: wished for name, arg in trees.items() if any(wished := _chunk_bytes(arg))},
     )
+
+
+def _in_host_memory(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # takes no memory
 
 
 def _held_tree(arg: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import jax
 
@@ -53,14 +53,6 @@ class ReplicaSet(NamedTuple):
 
     holders: BoxHolders
     boxes: list[SharedBox]
-
-
-class LocalReplicas(Protocol):
-    """Local copies of boxes, in a fixed order."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> LocalReplica: ...
 
 
 @final
@@ -140,7 +132,7 @@ class Rotation:
         self._bytes_max = policy.local_bytes_max
         self._next = 0
 
-    def choose(self, local_replicas: LocalReplicas) -> tuple[LocalReplica, ...]:
+    def choose(self, local_replicas: LocalReplicasOf | Sequence[LocalReplica]) -> tuple[LocalReplica, ...]:
         """The copies of the next save."""
         count, left = len(local_replicas), self._bytes_max
         chosen: list[LocalReplica] = []

@@ -42,7 +42,7 @@ SOURCES: Final = {
     "a listing: the store leaves out names that cannot be keys": """
         durable/abandoned.clean_unmarked durable/abandoned._empty_leaving manager/fast_tiers.own_host_dirs
         resume/programs._forget_oldest slots/directory.remove_directory slots/directory.remove_slots
-        slots/directory.remove_unfinished slots/adopted._Directory.keep store/quarantine.move_aside
+        slots/directory.remove_unfinished store/quarantine.move_aside
         upkeep/arenas._emptied upkeep/arenas._is_live durable/orbax/file_items._read verification/mending._remove
         verification/mending._copy verification/mending._link upkeep/copying._Copying._run_on_disk
         upkeep/copying._write

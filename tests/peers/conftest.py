@@ -67,8 +67,9 @@ def arena(host_dir: Path) -> Iterator[Arena]:
 
 
 @pytest.fixture
-def share_index(host_dir: Path, arena: Arena) -> ShareIndex:
-    return ShareIndex({"ram": host_dir}, [arena])
+def share_index(arena: Arena) -> ShareIndex:
+    assert arena.directory is not None
+    return ShareIndex({"ram": arena.directory.parent})
 
 
 @pytest.fixture

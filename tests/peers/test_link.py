@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +10,22 @@ import pytest
 from ckptkit.events import Event, EventLog
 from ckptkit.job.coordination import Job, LocalCoordinator
 from ckptkit.model.policies import PeerOptions
-from ckptkit.peers import link, open_link
-from ckptkit.peers.link import job_interface
+from ckptkit.peers import link
+from ckptkit.peers.link import job_interface, open_link
 from ckptkit.slots.arena import Arena
 from tests.peers.conftest import SAVE
 
 
-def opened(host_dir: Path, arena: Arena, options: PeerOptions, events: EventLog) -> link.PeerLink:
-    return open_link({"ram": host_dir}, [arena], ["h"], options, Job(coordinator=LocalCoordinator(), events=events))
+def opened(arena: Arena, options: PeerOptions, events: EventLog) -> link.PeerLink:
+    assert arena.directory is not None
+    return open_link(
+        {"ram": arena.directory.parent}, ["h"], options, Job(coordinator=LocalCoordinator(), events=events)
+    )
 
 
-def test_server_listens_on_its_interface_only(host_dir: Path, arena: Arena) -> None:
+def test_server_listens_on_its_interface_only(arena: Arena) -> None:
     """A host with a public address would offer the weights there."""
-    made = opened(host_dir, arena, PeerOptions(host="127.0.0.2"), EventLog())
+    made = opened(arena, PeerOptions(host="127.0.0.2"), EventLog())
     try:
         assert made.server is not None
         host, _, port = made.server.address.rpartition(":")
@@ -38,9 +40,7 @@ def test_server_listens_on_its_interface_only(host_dir: Path, arena: Arena) -> N
         socket.create_connection((host, int(port)), timeout=10)
 
 
-def test_name_with_several_addresses_is_served_on_one(
-    host_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_with_several_addresses_is_served_on_one(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host whose name resolves to all its networks would offer the weights on each of them."""
     real = socket.getaddrinfo
 
@@ -50,7 +50,7 @@ def test_name_with_several_addresses_is_served_on_one(
         return [*real("127.0.0.2", *args, **words), *real("127.0.0.3", *args, **words)]
 
     monkeypatch.setattr(socket, "getaddrinfo", several)
-    made = opened(host_dir, arena, PeerOptions(host="multihomed"), EventLog())
+    made = opened(arena, PeerOptions(host="multihomed"), EventLog())
     try:
         assert made.server is not None
         assert made.server.address.startswith("127.0.0.2:")
@@ -67,12 +67,12 @@ def test_an_address_that_means_every_interface_is_refused(host: str) -> None:
         PeerOptions(host=host)
 
 
-def test_address_of_another_host_degrades_the_tier(host_dir: Path, arena: Arena) -> None:
+def test_address_of_another_host_degrades_the_tier(arena: Arena) -> None:
     """A wrong option would stop a job that can train without peers."""
     said: list[Event] = []
     events = EventLog()
     events.observe(said.append)
-    made = opened(host_dir, arena, PeerOptions(host="192.0.2.1"), events)
+    made = opened(arena, PeerOptions(host="192.0.2.1"), events)
     try:
         assert made.server is None
         assert not made.client.serves(0)

@@ -49,9 +49,7 @@ def receiver(peer_arena: Arena) -> CopyReceiver:
 def server(peer_arena: Arena, receiver: CopyReceiver) -> Iterator[PeerServer]:
     """Of a process that keeps copies of process 1."""
     assert peer_arena.directory is not None
-    made = PeerServer(
-        ShareIndex({"ram": peer_arena.directory.parent}, [peer_arena]), "127.0.0.1", limits=LIMITS, also=receiver
-    )
+    made = PeerServer(ShareIndex({"ram": peer_arena.directory.parent}), "127.0.0.1", limits=LIMITS, also=receiver)
     made.admit(SECRET)
     yield made
     made.close()

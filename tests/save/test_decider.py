@@ -48,12 +48,16 @@ STEPS = [
 ]
 
 
+def infos(steps: Iterable[int]) -> list[StepInfo]:
+    return [StepInfo(step) for step in steps]
+
+
 def ours(options: Options, steps: Iterable[int], before: Sequence[int] = (), tiers: Sequence[Tier] = ()) -> list[Any]:
     """The decisions for `steps`, in order, with the existing durable steps `before`."""
-    decider = Decider(options, tiers, before)
+    decider = Decider(options, tiers, infos(before), latest=lambda: max(before, default=None))
     decided = []
     for step in steps:
-        due = decider.due(step, last=max(before, default=None), reached_preemption=False, force=False)
+        due = decider.due(step, reached_preemption=False, force=False)
         if due:
             decider.taken(step, due)
         decided.append(due)
@@ -108,9 +112,9 @@ def test_decisions_equal_those_of_orbax_for_any_interval(
 
 def test_step_at_a_preemption_is_saved() -> None:
     """If it failed, the step before a host is taken away would be lost."""
-    decider = Decider(Options(save_interval_steps=100), (), [1])
-    assert decider.due(7, last=1, reached_preemption=False, force=False) == frozenset()
-    assert decider.due(7, last=1, reached_preemption=True, force=False) == {DURABLE}
+    decider = Decider(Options(save_interval_steps=100), (), infos([1]), latest=lambda: 1)
+    assert decider.due(7, reached_preemption=False, force=False) == frozenset()
+    assert decider.due(7, reached_preemption=True, force=False) == {DURABLE}
 
 
 def test_fast_tiers_follow_their_own_policy() -> None:
@@ -132,18 +136,18 @@ def test_fast_tiers_follow_their_own_policy() -> None:
 def test_step_at_or_below_the_last_needs_force() -> None:
     """If it failed, a step would be saved twice, or `force` would mean nothing."""
     tiers = (Tier.ram("/r"),)
-    decider = Decider(Options(), tiers, [])
-    assert decider.due(5, last=9, reached_preemption=False, force=False) == frozenset()
-    assert decider.due(5, last=9, reached_preemption=False, force=True) == {"ram", DURABLE}
+    decider = Decider(Options(), tiers, [], latest=lambda: 9)
+    assert decider.due(5, reached_preemption=False, force=False) == frozenset()
+    assert decider.due(5, reached_preemption=False, force=True) == {"ram", DURABLE}
     decider.taken(12, frozenset({"ram"}))
-    assert decider.due(12, last=9, reached_preemption=False, force=False) == frozenset()
-    assert decider.due(13, last=9, reached_preemption=False, force=False) == {"ram", DURABLE}
+    assert decider.due(12, reached_preemption=False, force=False) == frozenset()
+    assert decider.due(13, reached_preemption=False, force=False) == {"ram", DURABLE}
 
 
 def test_read_only_manager_refuses_even_forced_saves() -> None:
     """If it failed, an evaluation job would write into the training job's bucket."""
     decider = Decider(Options(read_only=True), (Tier.ram("/r"),), [])
-    assert decider.due(1, last=None, reached_preemption=True, force=True) == frozenset()
+    assert decider.due(1, reached_preemption=True, force=True) == frozenset()
 
 
 def test_rollback_drops_the_abandoned_steps() -> None:
@@ -152,24 +156,24 @@ def test_rollback_drops_the_abandoned_steps() -> None:
     def far_enough(step: int, last: int | None) -> bool:
         return last is None or step - last >= 5
 
-    decider = Decider(Options(should_save_fn=far_enough), (), [10, 20, 30])
+    decider = Decider(Options(should_save_fn=far_enough), (), infos([10, 20, 30]), latest=lambda: 30)
     decider.continue_from(10)
-    assert decider.due(14, last=30, reached_preemption=False, force=False) == frozenset()
-    assert decider.due(15, last=30, reached_preemption=False, force=False) == {DURABLE}
+    assert decider.due(14, reached_preemption=False, force=False) == frozenset()
+    assert decider.due(15, reached_preemption=False, force=False) == {DURABLE}
 
 
 def test_durable_step_missed_by_a_crash_is_saved_next() -> None:
     """If it failed, a second lost host would fall back two durable intervals instead of one."""
     tiers = (Tier.ram("/r", save=EverySteps(2)),)
-    decider = Decider(Options(save_interval_steps=10), tiers, [0, 10])
+    decider = Decider(Options(save_interval_steps=10), tiers, infos([0, 10]), latest=lambda: 22)
     decider.continue_from(22)  # from the ramdisk: the upload of 20 died with the process
-    assert decider.due(23, last=22, reached_preemption=False, force=False) == frozenset()
-    assert decider.due(24, last=22, reached_preemption=False, force=False) == {"ram", DURABLE}
+    assert decider.due(23, reached_preemption=False, force=False) == frozenset()
+    assert decider.due(24, reached_preemption=False, force=False) == {"ram", DURABLE}
     decider.taken(24, frozenset({"ram", DURABLE}))
-    assert decider.due(26, last=22, reached_preemption=False, force=False) == {"ram"}
-    settled = Decider(Options(save_interval_steps=10), tiers, [0, 10, 20])
+    assert decider.due(26, reached_preemption=False, force=False) == {"ram"}
+    settled = Decider(Options(save_interval_steps=10), tiers, infos([0, 10, 20]), latest=lambda: 22)
     settled.continue_from(22)
-    assert settled.due(24, last=22, reached_preemption=False, force=False) == {"ram"}
+    assert settled.due(24, reached_preemption=False, force=False) == {"ram"}
 
 
 def test_decisions_ignore_the_clock_of_a_background_save() -> None:
@@ -226,11 +230,8 @@ def test_policy_with_a_clock_is_evaluated_on_process_0(options: Any, asked: bool
     words: list[bool] = []
     answers: list[list[int]] = [[], []]
     told: list[Any] = [Told(process, words) for process in (0, 1)]
-    deciders = [Decider(options(lambda p=p: answers[p].append(1) or p == 0), (), [0], told[p]) for p in (0, 1)]
-    due = [
-        [bool(decider.due(step, last=0, reached_preemption=False, force=False)) for decider in deciders]
-        for step in (1, 3)
-    ]
+    deciders = [Decider(options(lambda p=p: answers[p].append(1) or p == 0), (), infos([0]), told[p]) for p in (0, 1)]
+    due = [[bool(decider.due(step, reached_preemption=False, force=False)) for decider in deciders] for step in (1, 3)]
     assert due == [[asked, asked]] * 2
     assert (len(answers[0]), len(answers[1])) == ((2, 0) if asked else (0, 0))
 
@@ -259,7 +260,7 @@ def test_continuous_policy_of_orbax_runs_without_its_barrier(primary: int) -> No
         decider = Decider(options, (), [], told)
         taken = []
         for step in range(3):
-            due = decider.due(step, last=step - 1, reached_preemption=False, force=False, is_saving=step == 0)
+            due = decider.due(step, reached_preemption=False, force=False, is_saving=step == 0)
             decider.taken(step, due)
             taken.append(bool(due))
         assert taken == [False, True, False]

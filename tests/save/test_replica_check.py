@@ -16,7 +16,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, ManifestText, SaveId
 from ckptkit.model.policies import ReplicaPolicy
 from ckptkit.save.agreement.protocol import drive
-from ckptkit.save.agreement.replica_check import ReplicaComparison
+from ckptkit.save.agreement.replica_check import ReplicaComparison, first_look
 from ckptkit.snapshot.describe import Description, LeafSource, SlotExtent
 
 COUNT = 10_000
@@ -105,7 +105,7 @@ def compared(coordinator: Alike) -> list[Event]:
     verdict = coordinator.agree(
         "commit",
         comparison.ballot(description, (), digests),
-        lambda ballots: comparison.decide(ballots)[0],
+        first_look,
         about=NAME,
     )
     why = drive(comparison.follow_up(SAVE, NAME, description, verdict, digests), coordinator)

@@ -315,9 +315,7 @@ class SimProcess:
 
     # The interface of `Decider` for the flow: the plan of the run has decided.
 
-    knows_last = True
-
-    def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
+    def refusal(self, step: int, *, force: bool) -> str | None:
         """See `Decider.refusal`."""
         return None
 

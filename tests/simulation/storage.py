@@ -151,7 +151,7 @@ class SimArena:
         """See `Arena.reserve`."""
 
     def _free(self) -> SimSlot | None:
-        return reusable(self._slots, self.protected)
+        return reusable(self._slots, self.protected)  # pyright: ignore[reportArgumentType, reportReturnType]
 
     def _check(self) -> None:
         if self.medium.fault == "full":

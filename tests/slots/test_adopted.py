@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,8 +61,8 @@ def test_death_before_the_commit_leaves_whole_saves_to_the_next(host: Path) -> N
     arena = opened(host)
     arena.protect(save_of(3))
     die(arena)
-    for each in arena._adopted._directories:
-        os.close(each.lock_fd)
+    for each in arena._adopted:
+        die(each)
     again = opened(host)
     assert steps(host / "1") == {3}
     write(again, 4)

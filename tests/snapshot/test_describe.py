@@ -16,8 +16,8 @@ import ckptkit
 from ckptkit.model.manifest import ManifestText, SaveId, Writer
 from ckptkit.slots.arena import Arena
 from ckptkit.snapshot import describe, staging
-from ckptkit.snapshot.copying import describe_abstract
 from ckptkit.snapshot.describe import Describer, Description, describe_items
+from ckptkit.snapshot.items import abstract_items
 from ckptkit.snapshot.replicas import LocalReplicasOf
 from ckptkit.util.pages import PAGE_BYTES
 from tests.states import abstract, make_state, put
@@ -109,13 +109,18 @@ def test_prepare_takes_abstract_leaves_without_a_sharding(tmp_path: Path) -> Non
 
 def test_slot_bytes_of_abstract_leaves_are_those_of_the_save() -> None:
     """`prepare` would make slots of another size than the first save needs, which would make them again."""
+
+    def described(tree: Any) -> tuple[int, int]:
+        items = abstract_items({"default": ocp.args.StandardSave(tree)})
+        assert items is not None
+        found = describe_items(items.trees)
+        return found.slot_bytes, found.share_bytes
+
     state = make_state(0)
     expected = describe_items({"default": state})
-    found = describe_abstract({"default": abstract(state)})
-    assert (found.slot_bytes, found.share_bytes) == (expected.slot_bytes, expected.share_bytes)
+    assert described(abstract(state)) == (expected.slot_bytes, expected.share_bytes)
     unplaced = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract(state["key"]))
-    found = describe_abstract({"default": {"key": unplaced}})
-    assert (found.slot_bytes, found.share_bytes) == (PAGE_BYTES, PAGE_BYTES)
+    assert described({"key": unplaced}) == (PAGE_BYTES, PAGE_BYTES)
 
 
 def test_local_replicas_are_every_copy_but_the_stored_one() -> None:

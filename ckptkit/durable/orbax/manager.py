@@ -57,6 +57,11 @@ def read_by_one(options: ocp.CheckpointManagerOptions) -> dict[str, Any]:
     return {"single_host_load_and_broadcast": False, "step_name_format": names}
 
 
+def default_save_policy(options: ocp.CheckpointManagerOptions) -> Any:
+    """The policy that Orbax builds from its options when no `save_decision_policy` is given."""
+    return checkpoint_manager._get_default_save_decision_policy(options)
+
+
 def finishes_in_its_own_way(options: ocp.CheckpointManagerOptions) -> bool:
     """Whether the options define how a step is committed: then Orbax writes it."""
     return options.temporary_path_class is not None or options.atomicity_options is not None

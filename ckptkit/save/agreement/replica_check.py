@@ -99,27 +99,14 @@ class ReplicaComparison:
             "local": [self._local(description, local_replicas, each, digests) for each in local],
         }
 
-    def decide(self, ballots: Sequence[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str] | None]:
-        """On process 0: where boxes differ, and the refusal of the save that the policy makes of it."""
-        found = _first_look(ballots)
-        differ = bool(found["sets"] or found["local"])
-        return found, ["veto", "replicas differ"] if differ and self.refuses else None
-
-    def compare_before_commit(
-        self, name: str, ballot: dict[str, Any] | None, digests: Mapping[int, Digests] | None
-    ) -> Generator[Effect, Any, dict[str, Any]]:
-        """The result of `decide` on all ballots: `found` and `refusal`. One exchange, without an answer as soon as one
-        process has staged nothing. Raises `CoordinationError`."""
-        value = {"refused": digests is None, "ballot": ballot}
-        return (yield Agree("replicas", name, value, self._first_verdict, lambda each: each["refused"]))
+    def compare_before_commit(self, name: str, ballot: dict[str, Any] | None) -> Generator[Effect, Any, dict[str, Any]]:
+        """The result of `first_look` on all ballots. One exchange, which ends early as soon as one process has staged
+        nothing. Raises `CoordinationError`."""
+        return (yield Agree("replicas", name, ballot, first_look, lambda each: each is None))
 
     def veto(self, name: str) -> Veto:
         """For a process that raises in the call `name`: the others wait for it in `compare_before_commit`."""
-        return Veto("replicas", name, {"refused": True, "ballot": None}, self._first_verdict)
-
-    def _first_verdict(self, values: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-        found, refusal = self.decide([value and value["ballot"] for value in values])
-        return {"found": found, "refusal": refusal}
+        return Veto("replicas", name, None, first_look)
 
     def follow_up(
         self,
@@ -131,7 +118,7 @@ class ReplicaComparison:
     ) -> Generator[Effect, Any, str | None]:
         """Names the boxes that differ; returns the first as a reason where the policy refuses the save.
 
-        `found` is what `decide` returned on process 0. `digests` None: this process has staged nothing.
+        `found` is the result of `first_look` on process 0. `digests` None: this process has staged nothing.
         """
         if self._policy is None or not (found["sets"] or found["local"]):
             return None
@@ -218,8 +205,9 @@ class ReplicaComparison:
         return _difference(local_replica.item, local_replica.record.name, local_replica.box, holders, suspects)
 
 
-def _first_look(values: Sequence[Any]) -> dict[str, Any]:
-    said = [value for value in values if value is not None]
+def first_look(ballots: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """On process 0: the sets whose processes report different hashes, and the boxes that differ on one process."""
+    said = [ballot for ballot in ballots if ballot is not None]
     sets: dict[str, set[str]] = {}
     for value in said:
         for name, found in value["sets"].items():

@@ -44,10 +44,10 @@ class SaveTier(ABC):
         del save
         return {}
 
-    def decide(self, save: Save, ballots: list[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str] | None]:
-        """On process 0: the verdict on these, and a refusal that follows from them."""
+    def decide(self, save: Save, ballots: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """On process 0: the verdict on these, besides the refusal."""
         del save, ballots
-        return {}, None
+        return {}
 
     def explain(self, save: Save, verdict: Verdict) -> SaveProtocol:
         """The verdict with a reason that is known only after the vote."""
@@ -166,8 +166,7 @@ class Voting:
 
         def decide(ballots: list[Any]) -> dict[str, Any]:
             refused = joined([ballot and ballot["refusal"] for ballot in ballots])
-            more, why = tier.decide(save, [ballot and ballot["more"] for ballot in ballots])
-            refused = refused or why
+            more = tier.decide(save, [ballot and ballot["more"] for ballot in ballots])
             kept = None
             if refused is None:
                 self._log.append(save_id, tier.name)
