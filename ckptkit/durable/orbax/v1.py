@@ -150,35 +150,20 @@ def carry_handlers(manager: ocp.CheckpointManager) -> None:
     composite._handler_registry = CarriedHandlers(composite._handler_registry)
 
 
-def check_state(state: Any) -> None:
-    """Raises ValueError for a leaf that Orbax does not save."""
-    saving.validate_state(state)
+# Orbax's own checks of arguments: ValueError or TypeError for what it does not save, or does not load into.
+check_state = saving.validate_state
+check_checkpointables = saving.validate_save_checkpointables
+check_abstract_state = loading.validate_abstract_state
+check_abstract_checkpointables = loading.validate_abstract_checkpointables
 
-
-def check_checkpointables(checkpointables: Any) -> None:
-    """Raises ValueError unless it is a dictionary of checkpointables without reserved names."""
-    saving.validate_save_checkpointables(checkpointables)
-
-
-def check_abstract_state(abstract: Any) -> None:
-    """Raises TypeError for a leaf that Orbax does not load into."""
-    loading.validate_abstract_state(abstract)
-
-
-def check_abstract_checkpointables(abstract: Any) -> None:
-    """Raises ValueError unless it is a dictionary of abstract checkpointables without reserved names."""
-    loading.validate_abstract_checkpointables(abstract)
+# The context of the `with` block that the caller is in, else the argument.
+active_context = contexts.get_context
 
 
 def check_deletion(step: Any, checkpointable_name: Any, missing_ok: Any) -> None:
     """Raises TypeError or ValueError for what names no step or no checkpointable."""
     deletion.validate_step(step)
     deletion.validate_arguments(checkpointable_name, missing_ok)
-
-
-def active_context(default: contexts.Context) -> contexts.Context:
-    """The context of the `with` block that the caller is in; `default` outside of any."""
-    return contexts.get_context(default)
 
 
 def handler_to_save(context: contexts.Context, name: str, checkpointable: Any) -> Any:
