@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, refuse_options, refuse_part_of_job
 from ckptkit.durable.orbax.reports import save_entry
-from ckptkit.errors import SaveFailedError, close_noted, plainly
+from ckptkit.errors import ClosedAtEnd, SaveFailedError, plainly
 from ckptkit.events import EventLog, default_log
 from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
@@ -46,7 +45,7 @@ _STALL_SPARE_S = 60.0  # a piece of a slow disk, a request that is sent again
 _JOIN_S = 10.0  # for the threads of saves that hang
 
 
-class CheckpointManager(ocp.AbstractCheckpointManager):
+class CheckpointManager(ClosedAtEnd, ocp.AbstractCheckpointManager):
     """Saves and restores steps over fast tiers and a durable one: a drop-in for Orbax's `CheckpointManager`.
 
     `directory` is the durable tier: plain Orbax step directories, on a shared directory or `gs://`. `tiers` are
@@ -428,15 +427,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             for arena in self._components.storage.arenas.values():
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
-
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            close_noted(error, self.close)
-        else:
-            self.close()
 
     # The additions of ckptkit.
 

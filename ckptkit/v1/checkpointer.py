@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Thread
-from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
 import jax
@@ -21,7 +20,7 @@ from typing_extensions import deprecated
 
 from ckptkit.durable.orbax import v1 as v1_checks
 from ckptkit.durable.read_step import DurableReader, without_identity
-from ckptkit.errors import ItemNotFoundError, StepNotFoundError, close_noted
+from ckptkit.errors import ClosedAtEnd, ItemNotFoundError, StepNotFoundError
 from ckptkit.manager import CheckpointManager
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.v1.arguments import METRICS, restore_args, save_args
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 
 @final
-class Checkpointer:
+class Checkpointer(ClosedAtEnd):
     """A sequence of checkpoints in a training loop, as `orbax.checkpoint.v1.training.Checkpointer`, with fast tiers.
 
     Takes what Orbax's takes, and by keyword what `CheckpointManager` adds (`tiers`, `host_id`, `events`, `durable`,
@@ -298,15 +297,6 @@ class Checkpointer:
     def close(self) -> None:
         """Finishes what is in flight; raises `SaveFailedError` if a save has failed."""
         self._manager.close()
-
-    def __enter__(self) -> Checkpointer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            close_noted(error, self.close)
-        else:
-            self.close()
 
     @deprecated("Use `save` instead.")
     def save_pytree(self, *args: Any, **kwargs: Any) -> bool:
