@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from ckptkit.goodput.policy import IntervalBounds as IntervalBounds
     from ckptkit.inspection import list_steps as list_steps
     from ckptkit.manager import CheckpointManager as CheckpointManager
-    from ckptkit.manager.follow import follow as follow
     from ckptkit.model.durable_profile import DurableProfile as DurableProfile
     from ckptkit.model.policies import BroadcastOptions as BroadcastOptions
     from ckptkit.model.policies import FailurePolicy as FailurePolicy
@@ -61,5 +60,6 @@ if TYPE_CHECKING:
     from ckptkit.util.package import log_to as log_to
     from ckptkit.verification import scrub as scrub
     from ckptkit.verification import verify as verify
+    from ckptkit.verification.follow import follow as follow
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

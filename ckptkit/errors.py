@@ -7,9 +7,11 @@ import functools
 import logging
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _log = logging.getLogger("ckptkit")
@@ -270,15 +272,26 @@ def plainly(call: _Call) -> _Call:
     return cast("_Call", called)
 
 
-def close_noted(error: Exception, close: Callable[[], None]) -> None:
-    """Closes at the end of a `with` block that ended by `error`: what `close` raises is one of its notes.
+class ClosedAtEnd(ABC):
+    """Closed at the end of a `with` block. Where the block ended by an error, what `close` raises is one of its notes.
 
     Not for SystemExit: nobody sees notes of that one, and its exit code would hide a save that is lost.
     """
-    try:
-        close()
-    except Exception as failure:  # noqa: BLE001  it is told, with the error that came first
-        error.add_note(f"and at the end of the block: {type(failure).__name__}: {failure}")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finishes what is in flight."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if not isinstance(error, Exception):
+                raise
+            error.add_note(f"and at the end of the block: {type(failure).__name__}: {failure}")
 
 
 def _shortened(error: CheckpointError) -> bool:

@@ -82,12 +82,8 @@ class _Proving:
         stock: Any = super()
         if args is None:
             return stock.restore(directory, *legacy, **named)
-        found = self._loader.load(root_url(_url(directory)), args)
-        if found.tree is not None:
-            return found.tree
-        if not found.proven:
-            _log.info("%s was saved without digests: it is loaded by Orbax, and its bytes are not verified", directory)
-        return stock.restore(directory, args=args)
+        tree = self._loader.load(root_url(_url(directory)), args)
+        return stock.restore(directory, args=args) if tree is None else tree
 
 
 class ProvingTreeHandler(_Proving, ocp.PyTreeCheckpointHandler):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+import logging
 from typing import Any, final
 
 from ckptkit.durable.lifecycle.classify import content_of, is_committed, kind_of_item
@@ -22,14 +22,7 @@ from ckptkit.restore.request import RestoreRequest
 from ckptkit.store import open_store
 from ckptkit.util.words import command_line
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """The content of a directory. `tree` is None if only Orbax can return it as it was asked for. `proven`: every cell
-    was compared with its digest."""
-
-    tree: Any = None
-    proven: bool
+_log = logging.getLogger("ckptkit")
 
 
 def not_a_tree(url: str) -> str | None:
@@ -73,8 +66,11 @@ class Loader:
         self._coordinator: ScopedCoordinator | None = None
         self._calls = itertools.count()
 
-    def load(self, url: str, args: Any) -> Loaded:
-        """The tree at `url` as `args` (Orbax's) ask for it, verified; not verified if it was saved without digests.
+    def load(self, url: str, args: Any) -> Any:
+        """The tree at `url` as `args` (Orbax's) ask for it, every cell compared with its digest.
+
+        None where only Orbax can return it: the tree was saved without digests, which a log line reports, or it is
+        verified, and asked for in another form.
 
         Raises `CorruptCheckpointError` on every process where one finds damage, `TreeMismatchError` with all
         differences, `StoreError` for what cannot be reached.
@@ -94,10 +90,9 @@ class Loader:
                 f"{url} cannot be loaded: {rejected}. Restore it from a copy, or load another checkpoint", path=url
             ) from None
         if prepared is None or verified is None:
-            return Loaded(proven=False)
-        if prepared.asked.orbax:
-            return Loaded(proven=True)
-        return Loaded(tree=reading.assemble(verified, prepared.plan.save_id)[item], proven=True)
+            _log.info("%s was saved without digests: it is loaded by Orbax, and its bytes are not verified", url)
+            return None
+        return None if prepared.asked.orbax else reading.assemble(verified, prepared.plan.save_id)[item]
 
     def _joined(self) -> ScopedCoordinator:
         """Made at the first load, which all processes call together: a checkpointer may be made on some of them."""

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, final
 
 import jax
@@ -17,12 +16,12 @@ from orbax.checkpoint.experimental.emergency import checkpoint_manager as orbax_
 from orbax.checkpoint.experimental.emergency.checkpoint_manager import CheckpointManagerOptions
 
 from ckptkit.errors import (
+    ClosedAtEnd,
     CorruptCheckpointError,
     ItemNotFoundError,
     NoRestorableStepError,
     StepNotFoundError,
     TreeMismatchError,
-    close_noted,
 )
 from ckptkit.manager import CheckpointManager as TierManager
 from ckptkit.model.policies import ProcessOptions
@@ -39,7 +38,7 @@ _REFUSED = {  # of `options.local`: what a fast tier cannot do, and what to give
 
 
 @final
-class CheckpointManager(orbax_emergency.CheckpointManager):
+class CheckpointManager(ClosedAtEnd, orbax_emergency.CheckpointManager):
     """A drop-in for Orbax's emergency `CheckpointManager`: frequent saves to this host's ramdisk, rare ones to a
     durable root, and a restore from the copies that are left.
 
@@ -221,15 +220,6 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
         with ExitStack() as ends:
             for manager in self._managers:
                 ends.callback(manager.close)
-
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            close_noted(error, self.close)
-        else:
-            self.close()
 
     @property
     def _managers(self) -> list[TierManager]:

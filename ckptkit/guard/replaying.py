@@ -17,12 +17,12 @@ from ckptkit.durable.lifecycle.root_record import certify_saves
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
-from ckptkit.manager.follow import follow
 from ckptkit.model.manifest import SaveId
 from ckptkit.snapshot.state_digest import BoxDigests, box_digests
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.util.words import count_text, first_of
+from ckptkit.verification.follow import follow
 
 StepFn = Callable[[Any, Any], Any]
 MakeStep = Callable[[], StepFn]

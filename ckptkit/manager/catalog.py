@@ -11,7 +11,6 @@ from ckptkit.durable.lifecycle.places import Place, item_handlers, step_items
 from ckptkit.errors import StepNotFoundError
 from ckptkit.job.coordination import ScopedCoordinator
 from ckptkit.manager.build import Components
-from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.metadata import durable_infos
 from ckptkit.manager.restore import Resumer
 from ckptkit.manager.stock import take_stock
@@ -34,11 +33,10 @@ class RecordedItems:
 class Catalog:
     """Keeps what is known of steps in agreement with what the tiers hold. No save may be in flight."""
 
-    def __init__(self, components: Components, resumer: Resumer, calls: CollectiveCalls):
+    def __init__(self, components: Components, resumer: Resumer):
         self._storage, self._history = components.storage, components.history
         self._flow, self._pipeline, self._resumer = components.restore_flow, components.pipeline, resumer
         self._coordinator = ScopedCoordinator(components.job.coordinator)
-        self._calls = calls
 
     def reload(self, about: str) -> None:
         """Looks at every tier afresh. Called by all processes together, in the call `about`."""
@@ -102,9 +100,7 @@ class Catalog:
         Called by all processes together: process 0 reads, and all get the same answer, or its error. Waits for saves
         in flight. Cost: a listing and a small read of the durable step; a step of fast tiers alone records nothing.
         """
-        with self._calls.entered("recorded-items") as about:
-            self._resumer.refuse_while_pending("load")
-        self._coordinator.begin(about)
+        self._coordinator.begin(self._resumer.enter("load", kind="recorded-items"))
 
         def read() -> dict[str, Any] | None:
             steps = self._history.ledger.steps()
@@ -137,7 +133,6 @@ class Catalog:
         that are wanted, on every process the same. The run does not continue from the step: this is a look, not a
         rollback. Raises what `restore` and `choose` raise.
         """
-        with self._calls.entered("restore") as about:
-            self._resumer.refuse_while_pending("restore_chosen")
+        about = self._resumer.enter("restore_chosen", kind="restore")
         wanted = RestoreRequest(args=None, default_item=None, choose=choose)
         return self._flow.restore(Restore(step=step, wanted=wanted, about=about))

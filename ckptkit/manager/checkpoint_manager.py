@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -15,11 +14,10 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, refuse_options, refuse_part_of_job
 from ckptkit.durable.orbax.reports import save_entry
-from ckptkit.errors import SaveFailedError, close_noted, plainly
+from ckptkit.errors import ClosedAtEnd, SaveFailedError, plainly
 from ckptkit.events import EventLog, default_log
 from ckptkit.job.coordination import Job, make_coordinator, refuse_unjoined
 from ckptkit.manager.build import make_components
-from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.catalog import Catalog
 from ckptkit.manager.observers import observe_run
 from ckptkit.manager.preemption import LastSaver
@@ -47,7 +45,7 @@ _STALL_SPARE_S = 60.0  # a piece of a slow disk, a request that is sent again
 _JOIN_S = 10.0  # for the threads of saves that hang
 
 
-class CheckpointManager(ocp.AbstractCheckpointManager):
+class CheckpointManager(ClosedAtEnd, ocp.AbstractCheckpointManager):
     """Saves and restores steps over fast tiers and a durable one: a drop-in for Orbax's `CheckpointManager`.
 
     `directory` is the durable tier: plain Orbax step directories, on a shared directory or `gs://`. `tiers` are
@@ -126,9 +124,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._saver = Saver(self._settings, self._components)
         self._resumer = Resumer(self._settings, self._components, self._logger, self._account)
         self._last_saver = LastSaver(self._settings, self._components, self._saver)
-        self._calls = CollectiveCalls(self._pipeline)
         exit_drain.add(self._pipeline.under_way, processes.close_timeout_s)
-        self.inner = self._catalog = Catalog(self._components, self._resumer, self._calls)
+        self.inner = self._catalog = Catalog(self._components, self._resumer)
         self._closed = False
         warn_of_overrides(type(self), CheckpointManager)
         self._saved_s: float | None = None  # when the last save began, monotonic
@@ -258,13 +255,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if certified and (step is not None or directory is not None):
             raise ValueError("restore(certified=True) chooses the step among this run's: give step=None, no directory")
         if certified:
-            return self._resumer.restore_certified(
-                self._calls, lambda each: self.restore(each, items, restore_kwargs, args=args)
-            )
+            return self._resumer.restore_certified(lambda each: self.restore(each, items, restore_kwargs, args=args))
         with self._account.restoring(self._resumer.waiting_text):
-            with self._calls.entered("restore") as about:
+            with self._resumer.entered("restore") as about:
                 step = step_number(step)
-                self._resumer.refuse_while_pending("restore")
                 known = step if directory is None else None
                 wanted = self._resumer.wanted(known, items, restore_kwargs, args)
             if directory is not None:
@@ -283,9 +277,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         behaviour.
         """
         start_s = clock.monotonic_s()
-        with self._account.restoring(self._resumer.waiting_text), self._calls.entered("restore") as about:
+        with (
+            self._account.restoring(self._resumer.waiting_text),
+            self._resumer.entered("restore_async", kind="restore") as about,
+        ):
             step = step_number(step)
-            self._resumer.refuse_while_pending("restore_async")
             wanted = self._resumer.wanted(step, None, None, args)
         return self._resumer.restore_async(step, wanted, start_s, about)
 
@@ -326,9 +322,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     @plainly
     def reload(self) -> None:
         """Reads every tier again: other processes may have written or removed steps. Waits for the saves in flight."""
-        with self._calls.entered("reload") as about:
-            self._resumer.refuse_while_pending("reload")
-        self._catalog.reload(about)
+        self._catalog.reload(self._resumer.enter("reload"))
 
     @plainly
     def delete(self, step: int) -> None:
@@ -339,8 +333,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._options.read_only:
             _log.warning("%s is read only, delete will be skipped", self.directory)
             return
-        with self._calls.entered("delete") as about:
-            self._resumer.refuse_while_pending("delete")
+        about = self._resumer.enter("delete")
         self._catalog.delete(step_number(step), about)
 
     def item_metadata(self, step: int) -> Any:
@@ -434,15 +427,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             for arena in self._components.storage.arenas.values():
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
-
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            close_noted(error, self.close)
-        else:
-            self.close()
 
     # The additions of ckptkit.
 

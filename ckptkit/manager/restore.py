@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -21,7 +22,6 @@ from ckptkit.errors import (
     StepNotFoundError,
 )
 from ckptkit.manager.build import Components
-from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.root import epoch_records
 from ckptkit.manager.run_account import RunAccount, is_unwinding
@@ -44,7 +44,8 @@ _REASON_CHARS_MAX = 400  # of a rejection, in a log line; the event has all of i
 
 
 class Resumer:
-    """Begins restores and takes them over. Belongs to the step loop's thread; called by all processes together."""
+    """Begins restores and takes them over, and enters every call that all processes make together, apart from saves.
+    Belongs to the step loop's thread; called by all processes together."""
 
     def __init__(
         self, settings: Settings, components: Components, logger: ocp.logging.AbstractLogger, account: RunAccount
@@ -56,6 +57,31 @@ class Resumer:
         self._flow = components.restore_flow  # of the last restore
         self._pending: RestoreHandle | None = None  # a restore whose result() has not returned yet
         self._spans = Spans()  # of the last restore
+        self._calls = itertools.count()
+
+    @contextmanager
+    def entered(self, call: str, *, kind: str | None = None) -> Iterator[str]:
+        """A collective call, with the name of its barriers: its number, and `kind` if that is another word than `call`.
+
+        It is counted at its entry, before anything can raise: a process whose call raised has the same names as the
+        others at the next one. Where the body raises, the other processes raise at once. After the body every process
+        has finished its saves, and knows what process 0 has decided of them. Raises `CheckpointError` before `result()`
+        of a restore in the background, or where another process raised, `CoordinationError` where one did not come.
+        """
+        pipeline, name = self._components.pipeline, f"{kind or call}-{next(self._calls)}"
+        try:
+            self.refuse_while_pending(call)
+            yield name
+            pipeline.threads.wait()
+        except BaseException as error:
+            pipeline.run(pipeline.withdraw(name, error))
+            raise
+        pipeline.run(pipeline.synchronise(name))
+
+    def enter(self, call: str, *, kind: str | None = None) -> str:
+        """`entered` without a body: the name of the call's barriers."""
+        with self.entered(call, kind=kind) as name:
+            return name
 
     def restore(self, step: int | None, wanted: RestoreRequest, start_s: float, about: str) -> Any:
         """See `CheckpointManager.restore`. `about` names the call."""
@@ -101,12 +127,11 @@ class Resumer:
         self._components.history.branch.continue_from_elsewhere()
         return self._given(restored, restored.rejected, start_s, url)
 
-    def restore_certified(self, calls: CollectiveCalls, restore: Callable[[int], Any]) -> Any:
+    def restore_certified(self, restore: Callable[[int], Any]) -> Any:
         """The result of `restore` for the newest step that a replay came to, as process 0 knows them; a damaged one is
         skipped for the next older. Raises `StepNotFoundError` without any, and what `restore` raises."""
         url = self._components.storage.durable.url
-        with calls.entered("certified") as about:
-            self.refuse_while_pending("restore")
+        about = self.enter("restore", kind="certified")
 
         def known() -> list[int]:
             certified = certified_saves(open_store(url))

@@ -9,10 +9,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.experimental import v1 as orbax_v1
 
-from ckptkit.durable.orbax import v1 as resolved
 from ckptkit.durable.orbax.v1 import HandledRestore, HandledSave, TreeRestore, TreeSave
 from ckptkit.manager.catalog import RecordedItems
 from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.v1 import orbax_private
 from ckptkit.v1.context import restored_by_orbax, saved_by_orbax
 
 METRICS = "metrics"  # a checkpointable that Orbax keeps for itself
@@ -45,24 +45,24 @@ def restore_args(
 
 
 def _save_arg(context: orbax_v1.Context, name: str, value: Any, by_orbax: bool) -> Any:
-    if _is_grain(value) and not resolved.is_registered(context, name):
+    if _is_grain(value) and not orbax_private.is_registered(context, name):
         from grain import checkpoint
 
         return checkpoint.CheckpointSave(value)
     try:
-        handler = resolved.handler_to_save(context, name, value)
+        handler = orbax_private.handler_to_save(context, name, value)
     except (KeyError, ValueError) as error:
         error.add_note(
             f"checkpointable {name!r} is a {type(value).__name__}; give a tree of arrays, numbers and text, a Grain "
             "iterator, a StatefulCheckpointable, or register a CheckpointableHandler: context.checkpointables.registry"
         )
         raise
-    if resolved.is_json_handler(handler):
+    if orbax_private.is_json_handler(handler):
         return ocp.args.JsonSave(value)  # pyright: ignore[reportCallIssue]
-    if not resolved.is_tree_handler(handler):
+    if not orbax_private.is_tree_handler(handler):
         return HandledSave(value, handler)  # pyright: ignore[reportCallIssue]
     chunk_bytes = context.array.saving.storage_options.chunk_byte_size
-    stored_as = resolved.stored_as(context, value) if by_orbax or chunk_bytes is not None else None
+    stored_as = orbax_private.stored_as(context, value) if by_orbax or chunk_bytes is not None else None
     if not by_orbax and _is_standard(value):
         return ocp.args.StandardSave(value, stored_as)
     return TreeSave(value, stored_as, handler=handler, by_handler=by_orbax)  # pyright: ignore[reportCallIssue]
@@ -70,14 +70,14 @@ def _save_arg(context: orbax_v1.Context, name: str, value: Any, by_orbax: bool) 
 
 def _restore_arg(context: orbax_v1.Context, name: str, value: Any, recorded: str | None, by_orbax: bool) -> Any:
     of_grain = recorded is None or recorded.startswith(_GRAIN)
-    if _is_grain(value) and of_grain and not resolved.is_registered(context, name):
+    if _is_grain(value) and of_grain and not orbax_private.is_registered(context, name):
         from grain import checkpoint
 
         return checkpoint.CheckpointRestore(value)
-    handler = resolved.handler_to_load(context, name, value, recorded)
-    if resolved.is_json_handler(handler):
+    handler = orbax_private.handler_to_load(context, name, value, recorded)
+    if orbax_private.is_json_handler(handler):
         return ocp.args.JsonRestore()  # pyright: ignore[reportCallIssue]
-    if not resolved.is_tree_handler(handler):
+    if not orbax_private.is_tree_handler(handler):
         return HandledRestore(value, handler)  # pyright: ignore[reportCallIssue]
     partial = context.pytree.loading.partial_load
     return TreeRestore(value, strict=not by_orbax, handler=handler, partial=partial)  # pyright: ignore[reportCallIssue]
@@ -93,8 +93,8 @@ def _is_common(context: orbax_v1.Context, name: str, recorded: str) -> bool:
     """Whether the manager restores an item without being asked for it by name."""
     if recorded.startswith(_GRAIN):
         return True
-    handler = resolved.handler_to_load(context, name, None, recorded)
-    return resolved.is_tree_handler(handler) or resolved.is_json_handler(handler)
+    handler = orbax_private.handler_to_load(context, name, None, recorded)
+    return orbax_private.is_tree_handler(handler) or orbax_private.is_json_handler(handler)
 
 
 def _is_grain(value: Any) -> bool:

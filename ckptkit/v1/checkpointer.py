@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Thread
-from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
 import jax
@@ -19,11 +18,11 @@ from orbax.checkpoint.experimental.v1.training import preservation_policies as p
 from orbax.checkpoint.experimental.v1.training import save_decision_policies as deciding
 from typing_extensions import deprecated
 
-from ckptkit.durable.orbax import v1 as v1_checks
 from ckptkit.durable.read_step import DurableReader, without_identity
-from ckptkit.errors import ItemNotFoundError, StepNotFoundError, close_noted
+from ckptkit.errors import ClosedAtEnd, ItemNotFoundError, StepNotFoundError
 from ckptkit.manager import CheckpointManager
 from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.v1 import orbax_private
 from ckptkit.v1.arguments import METRICS, restore_args, save_args
 from ckptkit.v1.context import checked_context, in_job, manager_options, profile_of, refuse_unlike
 
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 
 @final
-class Checkpointer:
+class Checkpointer(ClosedAtEnd):
     """A sequence of checkpoints in a training loop, as `orbax.checkpoint.v1.training.Checkpointer`, with fast tiers.
 
     Takes what Orbax's takes, and by keyword what `CheckpointManager` adds (`tiers`, `host_id`, `events`, `durable`,
@@ -59,7 +58,7 @@ class Checkpointer:
         **ours: Any,
     ):
         plain = orbax_v1.Context()
-        context = orbax_v1.Context(context or v1_checks.active_context(plain))
+        context = orbax_v1.Context(context or orbax_private.active_context(plain))
         context = in_job(checked_context(context), jax.process_count())
         default_policy = deciding.AnySavePolicy(
             [
@@ -150,7 +149,7 @@ class Checkpointer:
         `FileExistsError`) for a step that exists, ValueError for what cannot be saved. A failure in the background
         is raised by the response, or by `wait` and `close`.
         """
-        v1_checks.check_state(state)
+        orbax_private.check_state(state)
         return self.save_checkpointables_async(
             step,
             {checkpointable_name: state},
@@ -181,7 +180,7 @@ class Checkpointer:
         handler in `context.checkpointables.registry` takes. Raises ValueError for a field of the active context that
         is an option of the manager and differs from the constructor's.
         """
-        v1_checks.check_checkpointables(checkpointables)
+        orbax_private.check_checkpointables(checkpointables)
         if overwrite:
             with suppress(StepNotFoundError):
                 self._manager.delete(step)
@@ -205,19 +204,19 @@ class Checkpointer:
         Raises `StepNotFoundError` (Orbax's), KeyError for a name that the step has not, and what
         `CheckpointManager.restore` raises.
         """
-        v1_checks.check_abstract_state(abstract_state)
+        orbax_private.check_abstract_state(abstract_state)
         return self.load_checkpointables(step, {checkpointable_name: abstract_state})[checkpointable_name]
 
     def load_checkpointables(
         self, step: Step = None, abstract_checkpointables: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The checkpointables of `step` by name: those that are asked for, or (None) all; see `load`."""
-        v1_checks.check_abstract_checkpointables(abstract_checkpointables)
+        orbax_private.check_abstract_checkpointables(abstract_checkpointables)
         return self._load(step, abstract_checkpointables, self._active_context())
 
     def load_async(self, step: Step = None, abstract_state: Any = None) -> Response[Any]:
         """`load` in the background. Make no other call until the response is done."""
-        v1_checks.check_abstract_state(abstract_state)
+        orbax_private.check_abstract_state(abstract_state)
         context = self._active_context()  # the thread is in no `with` block
         return Response(lambda: self._load(step, {STATE: abstract_state}, context)[STATE])
 
@@ -225,7 +224,7 @@ class Checkpointer:
         self, step: Step = None, abstract_checkpointables: dict[str, Any] | None = None
     ) -> Response[dict[str, Any]]:
         """`load_checkpointables` in the background. Make no other call until the response is done."""
-        v1_checks.check_abstract_checkpointables(abstract_checkpointables)
+        orbax_private.check_abstract_checkpointables(abstract_checkpointables)
         context = self._active_context()
         return Response(lambda: self._load(step, abstract_checkpointables, context))
 
@@ -254,7 +253,7 @@ class Checkpointer:
         """
         number = _number(step)
         refuse_unlike(self._active_context(), self._context)
-        v1_checks.check_deletion(number, checkpointable_name, missing_ok)
+        orbax_private.check_deletion(number, checkpointable_name, missing_ok)
         self._manager.wait_until_finished()
         if number not in self._manager.all_steps():
             if missing_ok:
@@ -299,15 +298,6 @@ class Checkpointer:
         """Finishes what is in flight; raises `SaveFailedError` if a save has failed."""
         self._manager.close()
 
-    def __enter__(self) -> Checkpointer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            close_noted(error, self.close)
-        else:
-            self.close()
-
     @deprecated("Use `save` instead.")
     def save_pytree(self, *args: Any, **kwargs: Any) -> bool:
         """Orbax's older name of `save`."""
@@ -336,7 +326,7 @@ class Checkpointer:
     def _active_context(self) -> orbax_v1.Context:
         """As in Orbax: the context of the `with` block that the caller is in, else the constructor's."""
         # A copy: a context that is entered twice at once is left for good by the first exit.
-        context = orbax_v1.Context(v1_checks.active_context(self._context))
+        context = orbax_v1.Context(orbax_private.active_context(self._context))
         return in_job(checked_context(context), jax.process_count())
 
     def _load(self, step: Step, abstract: dict[str, Any] | None, context: orbax_v1.Context) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Proving checkpoints byte by byte, and mending what another tier still has."""
+"""Proving checkpoints byte by byte, those of a running job as they appear, and mending what another tier still has."""
 
 from ckptkit.verification.records import Finding as Finding
 from ckptkit.verification.records import StepProof as StepProof

@@ -13,8 +13,8 @@ from ckptkit.durable.lifecycle.listing import committed_steps, newest_committed,
 from ckptkit.durable.lifecycle.places import Place, item_kind
 from ckptkit.events import EventLog
 from ckptkit.inspection import list_steps
-from ckptkit.manager.follow import _Follower
 from ckptkit.store import open_store
+from ckptkit.verification.follow import _Follower
 from tests.roots import FEWER, Tree
 from tests.roots.catalog import SavedRuns
 

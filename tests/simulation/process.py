@@ -333,7 +333,7 @@ class SimProcess:
         """See `Decider.forget`."""
 
     def _restore(self, step: int | None = None) -> Any:
-        """As `CollectiveCalls.entered` and `RestoreFlow.restore`."""
+        """As `Resumer.entered` and `RestoreFlow.restore`."""
         name = f"restore-{self.restores}"
         self.restores += 1
         save_id = yield from self._timed("restore", self._restored(name, step))

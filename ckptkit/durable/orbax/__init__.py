@@ -1,1 +1,1 @@
-"""Orbax's managers, handlers and files: the only package that uses its private names."""
+"""Orbax's managers, handlers and files: the only package of the core that uses its private names."""

@@ -20,41 +20,6 @@ from ckptkit.events import Event, Kind
 from ckptkit.model.tiers import DURABLE
 from ckptkit.util import clock
 
-# Names of Orbax's saves and restores that describe its own way to write or read, which is not ours.
-NOT_TOLD = {
-    "/jax/orbax/write/directory_creation_secs": "directories are made as files are written",
-    "/jax/orbax/write/async_directory_creation_secs": "the same",
-    "/jax/orbax/write/blocking_directory_creation_secs": "the same",
-    "/jax/orbax/write/background_directory_creation_secs": "the same",
-    "/jax/orbax/write/blocking_sync_item_duration_secs": "items are not saved one after the other",
-    "/jax/orbax/write/background_item_finalize_secs": "the same",
-    "/jax/orbax/write/background_finalize_secs": "one mark commits a step",
-    "/jax/orbax/write/finalize_duration_secs": "the same",
-    "/jax/orbax/write/blocking_tree_map_duration_secs": "a part of the copy into the slot",
-    "/jax/orbax/write/blocking_d2h_duration_secs": "the same",
-    "/jax/orbax/write/blocking_val_duration_secs": "the same",
-    "/jax/orbax/write/checkpoint_start_sync_duration_secs": "no barrier before a save",
-    "/jax/checkpoint/write/async/metadata_write_duration_secs": "metadata are files among the others",
-    "/jax/orbax/write/background_meta_write_secs": "the same",
-    "/jax/checkpoint/write/async/ocdbt_merge_duration_secs": "nothing is merged",
-    "/jax/orbax/write/background_ocdbt_merge_secs": "the same",
-    "/jax/orbax/write/merge_ocdbt_per_process_files_secs": "the same",
-    "/jax/checkpoint/write/async/commit_future_count": "there are no such futures",
-    "/jax/checkpoint/write/async/commit_duration_sec": "TensorStore's futures, which are not waited for by themselves",
-    "/jax/orbax/write/background_ts_duration_secs": "the same",
-    "/jax/checkpoint/write/old_steps_examined_count": "the policies are asked without Orbax's manager",
-    "/jax/checkpoint/write/get_old_steps_duration_secs": "a background thread finds them",
-    "/jax/checkpoint/write/remove_steps_duration_secs": "a background thread deletes them",
-    "/jax/checkpoint/write/preempt/duration_saved_secs": "the same",
-    "/jax/orbax/write/replicated_array_gb": "one replica writes, and every box is counted once",
-    "/jax/orbax/write/sharded_array_gb": "the same",
-    "/jax/orbax/write/preemption": "Orbax's half reports it",
-    "/jax/checkpoint/read/load_all_step_metadata_duration_secs": "Orbax's half reports it",
-    "/jax/checkpoint/read/primary_replica_deserialization_duration_secs": "of Orbax's broadcast; ours is an event",
-    "/jax/checkpoint/read/broadcast_duration_secs": "the same",
-}
-
-
 _WAITING_MAX = 16  # durable saves under way, and lost ones
 _BY_ORBAX = "durable (orbax)"  # the source of a restore that Orbax did, and reported
 

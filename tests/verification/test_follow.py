@@ -18,9 +18,9 @@ import pytest
 
 import ckptkit
 from ckptkit.durable.lifecycle import leases
-from ckptkit.manager import follow
 from ckptkit.model import paths
 from ckptkit.testing.bucket import BucketServer
+from ckptkit.verification import follow
 from tests.states import abstract, assert_same, make_state, put, restore_args, save_args
 
 KEEP_ONE = ocp.CheckpointManagerOptions(max_to_keep=1)
