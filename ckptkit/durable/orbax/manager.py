@@ -10,11 +10,11 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint import options as _options
+from orbax.checkpoint._src.metadata import sharding as orbax_sharding
 from orbax.checkpoint._src.metadata import tree as orbax_tree
 from orbax.checkpoint._src.path import deleter
 from orbax.checkpoint.checkpoint_manager import CheckpointManager as OrbaxManager  # `patch_orbax` replaces `ocp`'s
@@ -69,24 +69,10 @@ _KEY_HANDLERS = (ocp.handlers.JaxRandomKeyCheckpointHandler, ocp.handlers.NumpyR
 _TREE_LAYOUT = ("_use_ocdbt", "_use_zarr3", "_type_handler_registry", "_primary_host", "_pytree_metadata_options")
 _TREE_KINDS = {"StandardCheckpointHandler": ocp.args.StandardRestore, "PyTreeCheckpointHandler": ocp.args.PyTreeRestore}
 _NAMING = ("_filename", "_checkpoint_name", "_key_name")  # the settings of the small handlers
+_GIVEN_HANDLERS = ("checkpointers", "item_handlers", "handler_registry")  # arguments of Orbax's constructor
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The arguments of Orbax's constructor besides directory and options."""
-
-    checkpointers: Any = None
-    metadata: Mapping[str, Any] | None = None
-    item_names: Any = None
-    item_handlers: Any = None
-    handler_registry: Any = None
-
-
-class QuietLogger(ocp.logging.AbstractLogger):
-    """Logs nothing: the manager logs each save and restore once, whichever code writes it."""
-
-    def log_entry(self, entry: Any) -> None:
-        """Drops the entry."""
+sharding_metadata = orbax_sharding.from_jax_sharding  # Orbax's record of a sharding
+tree_metadata = orbax_tree.build_default_tree_metadata  # Orbax's record of the metadata of a tree
 
 
 def refuse_options(options: ocp.CheckpointManagerOptions, url: str) -> None:
@@ -188,18 +174,11 @@ class StockManager:
     Raises what Orbax's constructor raises, for the same arguments.
     """
 
-    def __init__(self, url: str, options: ocp.CheckpointManagerOptions, setup: Setup):
-        self.orbax = _Manager(
-            url,
-            setup.checkpointers,
-            options=options,
-            metadata=setup.metadata,
-            item_names=setup.item_names,
-            item_handlers=setup.item_handlers,
-            handler_registry=setup.handler_registry,
-            logger=QuietLogger(),
-        )
-        self.has_given_handlers = any((setup.checkpointers, setup.item_handlers, setup.handler_registry))
+    def __init__(self, url: str, options: ocp.CheckpointManagerOptions, setup: Mapping[str, Any]):
+        """`setup`: the other arguments of Orbax's constructor, by name."""
+        # It logs nothing: the manager logs each save and restore once, whichever code writes it.
+        self.orbax = _Manager(url, options=options, logger=ocp.logging.CompositeLogger(), **setup)
+        self.has_given_handlers = any(map(setup.get, _GIVEN_HANDLERS))
         carry_handlers(self.orbax)
         strike_foreign(self.orbax)
         self._stale = False  # the books: a look after a failed save failed too
@@ -391,22 +370,3 @@ def put_aside(step: int, url: str, options: ocp.CheckpointManagerOptions) -> boo
         todelete_full_path=options.todelete_full_path,
     ).delete(step)
     return True
-
-
-def step_metadata(**known: Any) -> Any:
-    """Orbax's record of what is known of a step."""
-    return checkpoint_manager.StepMetadata(**known)
-
-
-def sharding_metadata(sharding: jax.sharding.Sharding) -> Any:
-    """Orbax's words for a sharding; None for the kinds that it has none for."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
-    return None
-
-
-def tree_metadata(tree: Any) -> Any:
-    """Orbax's record of the metadata of a tree."""
-    return orbax_tree.build_default_tree_metadata(tree)
