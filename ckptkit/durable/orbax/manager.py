@@ -1,6 +1,6 @@
 """Orbax's own `CheckpointManager`, made as the caller asked: its checks, handlers, metadata and reads are Orbax's.
 
-The private names of Orbax that the drop-in needs are used here and nowhere else; those of its files, in `files`."""
+The private names of Orbax that the drop-in needs are used in this package, and nowhere else."""
 
 from __future__ import annotations
 
