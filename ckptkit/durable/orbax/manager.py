@@ -107,7 +107,7 @@ def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.Ch
     """`options` with commit markers, for a bucket that Orbax does not recognise, such as `s3://`. Without markers it
     would take every name there for a committed step, and rename its files object by object. The caller's choices stay.
 
-    On a mount Orbax lists by names, and reads what it had renamed there, with or without a mark (see `strike_foreign`).
+    On a mount Orbax lists by names, and reads what it had renamed there, with or without a mark (see `_Manager`).
     """
     properties = properties_of(url)
     if properties.atomic_rename or properties.known_to_orbax:
@@ -128,26 +128,6 @@ def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.Ch
     )
 
 
-def look_afresh(manager: ocp.CheckpointManager) -> None:
-    """Makes Orbax's manager look for its steps in the storage, not in cached listings of a bucket: it would take the
-    cached steps for the existing ones, and never prune the others."""
-    forget_listings(root_url(str(manager.directory)))
-    manager.reload()
-    strike_foreign(manager)
-
-
-def strike_foreign(manager: ocp.CheckpointManager) -> None:
-    """Strikes out of a manager's books the directories that Orbax takes for steps by their names alone: its policies
-    would count them, and delete them as old. In a bucket Orbax asks for a mark.
-
-    Cost: on a disk or a mount a listing of each step.
-    """
-    url = root_url(str(manager.directory))
-    if properties_of(url).file_system and has_standard_names(manager):
-        steps = committed_steps(url, manager._step_name_format)
-        manager._checkpoints.delete_if(lambda info: info.step not in steps)
-
-
 def has_standard_names(manager: ocp.CheckpointManager) -> bool:
     """Whether steps have one of Orbax's standard names, and are committed as their storage does by itself."""
     names = manager._step_name_format
@@ -159,13 +139,24 @@ def has_standard_names(manager: ocp.CheckpointManager) -> bool:
 
 
 class _Manager(OrbaxManager):
-    """Orbax's manager, which lists the steps again where one was deleted under the look: Orbax raises."""
+    """Orbax's manager, which lists the steps again where one was deleted under the look: Orbax raises.
+
+    Its books are without the directories that Orbax takes for steps by their names alone: its policies would count
+    them, and delete them as old. In a bucket Orbax asks for a mark. Cost: on a disk or a mount a listing of each step.
+    """
 
     def _load_checkpoint_infos(self, *args: Any, **kwargs: Any) -> Any:
         for _ in range(_LOOKS - 1):
             with suppress(FileNotFoundError):
-                return super()._load_checkpoint_infos(*args, **kwargs)
-        return super()._load_checkpoint_infos(*args, **kwargs)
+                return self._steps_of(super()._load_checkpoint_infos(*args, **kwargs))
+        return self._steps_of(super()._load_checkpoint_infos(*args, **kwargs))
+
+    def _steps_of(self, infos: list[Any]) -> list[Any]:
+        url = root_url(str(self.directory))
+        if not (properties_of(url).file_system and has_standard_names(self)):
+            return infos
+        steps = committed_steps(url, self._step_name_format)
+        return [info for info in infos if info.step in steps]
 
 
 class StockManager:
@@ -180,7 +171,6 @@ class StockManager:
         self.orbax = _Manager(url, options=options, logger=ocp.logging.CompositeLogger(), **setup)
         self.has_given_handlers = any(map(setup.get, _GIVEN_HANDLERS))
         carry_handlers(self.orbax)
-        strike_foreign(self.orbax)
         self._stale = False  # the books: a look after a failed save failed too
         self.unmanaged: set[int] = set()  # in a bucket: what has a mark, and was found to be no step of a manager
 
@@ -260,8 +250,9 @@ class StockManager:
 
     def look(self) -> None:
         """Has Orbax's books list the steps as the storage has them: in the order of their numbers. Raises what Orbax
-        raises."""
-        look_afresh(self.orbax)
+        raises. From cached listings of a bucket, Orbax would never prune the steps that are not in them."""
+        forget_listings(root_url(str(self.orbax.directory)))
+        self.orbax.reload()
         self._stale = False
 
     def look_again(self) -> None:
@@ -275,7 +266,7 @@ class StockManager:
         with suppress(Exception):  # the storage is why the save failed
             forget_listings(root_url(str(self.orbax.directory)))
             if list(self.listed()) != sorted(self.orbax.all_steps()):
-                look_afresh(self.orbax)
+                self.look()
             self._stale = False
 
     def known(self) -> list[int]:
@@ -327,7 +318,7 @@ class StockManager:
         try:
             self.orbax.wait_until_finished()
         except Exception:  # noqa: BLE001  Orbax raises it once per thread; it was reported already
-            look_afresh(self.orbax)
+            self.look()
 
     def close(self) -> None:
         """Ends Orbax's manager."""
