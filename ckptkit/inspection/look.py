@@ -10,16 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ckptkit.durable.lifecycle.classify import grain_names_in
+from ckptkit.durable.lifecycle.classify import grain_names_in, json_name_in, shown_by
 from ckptkit.durable.lifecycle.listing import newest_committed, read_ancestry, read_root
 from ckptkit.durable.lifecycle.places import (
     Place,
     committed_at_s,
     is_committed,
-    is_slot_directory,
     is_step,
     item_kind,
-    json_name,
     json_value,
     local_kind,
     nothing_at,
@@ -68,7 +66,7 @@ def inspect(path: str, *, timeout_s: float = 20.0, passes_over: bool = True) -> 
         on_disk = place.store.properties.file_system
         raise nothing_there(url, "it is empty" if on_disk else "there is nothing; check bucket and prefix")
     require_whole(place)
-    if is_slot_directory(names):
+    if shown_by(names) == "slots":
         return _slot_directory(Path(url))
     if item_kind(place) is not None:
         return _directory(place, "item", [place], timeout_s)
@@ -223,7 +221,7 @@ def _item(place: Place, sidecar: Manifest | None, aside: list[str], problems: li
         problems += arrays.problems
         return Item(name=place.name, kind="arrays", layout=arrays.layout, stored_bytes=stored, leaves=arrays.leaves)
     try:
-        name = json_name(place) if kind == "json" else None
+        name = json_name_in(place.names()) if kind == "json" else None
         if name is not None:
             value = json_value(place, name)
             return Item(name=place.name, kind="json", layout="file", stored_bytes=stored, value=value)

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptkit.durable.lifecycle.classify import shown_by
 from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
-from ckptkit.durable.lifecycle.places import Place, is_slot_directory, nothing_at
+from ckptkit.durable.lifecycle.places import Place, nothing_at
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import (
     CheckpointError,
@@ -228,7 +229,7 @@ def _manifests_at(like: str, timeout_s: float) -> list[tuple[Manifest, bool]]:
     if path.is_file():
         return [(read_share(path).manifest, False)]
     place = Place.open(root_url(like), timeout_s=timeout_s)
-    if is_slot_directory(place.names()):
+    if shown_by(place.names()) == "slots":
         shares, damaged = read_shares(path)
         if not shares:
             raise next(iter(damaged), nothing_at(like, "it has no committed save"))

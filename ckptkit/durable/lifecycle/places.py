@@ -7,15 +7,14 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, final
 
 from typing_extensions import override
 
 from ckptkit.durable.lifecycle import classify
-from ckptkit.durable.lifecycle.classify import PROCESS_TREE, Content, content_of, json_name_in, kind_of_item, shown_by
+from ckptkit.durable.lifecycle.classify import PROCESS_TREE, Content, content_of, kind_of_item, shown_by
 from ckptkit.durable.lifecycle.classify import ItemKind as ItemKind
 from ckptkit.errors import (
     CheckpointError,
@@ -212,25 +211,18 @@ class Place:
         return f"{self._prefix}/{name}" if self._prefix else name
 
 
-@final
-class readable:
+@contextmanager
+def readable(where: str) -> Iterator[None]:
     """In this context, metadata that is not what a writer writes is corrupt, for any error of a parser."""
-
-    __slots__ = ("_where",)
-
-    def __init__(self, where: str):
-        self._where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if not isinstance(error, _UNREADABLE) or isinstance(error, CheckpointError):
-            return
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _UNREADABLE as error:
         said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CorruptCheckpointError(
-            f"{self._where} cannot be read ({said[:_REASON_CHARS]}); it is damaged, or no writer would write it so",
-            path=self._where,
+            f"{where} cannot be read ({said[:_REASON_CHARS]}); it is damaged, or no writer would write it so",
+            path=where,
         ) from error
 
 
@@ -457,7 +449,7 @@ def _has_slots(place: Place, levels: int) -> bool:
     if not place.store.properties.file_system:
         return False
     below = place.directories()[:_SLOT_LOOKS] if levels else []
-    return is_slot_directory(place.names()) or any(_has_slots(place.below(name), levels - 1) for name in below)
+    return shown_by(place.names()) == "slots" or any(_has_slots(place.below(name), levels - 1) for name in below)
 
 
 def _root_of(place: Place, kind: PlaceKind) -> str | None:
@@ -498,11 +490,6 @@ def item_kind(place: Place) -> ItemKind | None:
     return kind if kind is not None and "" in item_handlers(place) else None
 
 
-def json_name(place: Place) -> str | None:
-    """The file of a JSON item; None where there is none."""
-    return json_name_in(place.names())
-
-
 def json_value(place: Place, name: str) -> Any:
     """The content of a small item, which must be JSON that can be printed again."""
     value = place.json(name)
@@ -514,11 +501,6 @@ def json_value(place: Place, name: str) -> Any:
 def step_items(place: Place) -> list[str]:
     """The directories in a step that are its items."""
     return [name for name in place.directories() if name != paths.SIDECAR_DIR]
-
-
-def is_slot_directory(names: list[str]) -> bool:
-    """Whether these are the names of a fast tier's slot directory."""
-    return any(paths.slot_index(name) is not None or paths.save_of_manifest(name) for name in names)
 
 
 def item_handlers(place: Place) -> dict[str, str]:
