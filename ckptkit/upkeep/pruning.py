@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckptkit.durable.abandoned import finish_deletions
-from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
+from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, pinned_steps
@@ -32,6 +32,7 @@ from ckptkit.store.roots import root_url
 from ckptkit.util import clock
 from ckptkit.util.plain import plain_fields
 from ckptkit.verification.durable import prove_step
+from ckptkit.verification.leaving import Standing, reason_to_leave
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.records import VerifyProgress
 

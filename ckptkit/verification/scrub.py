@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from ckptkit.durable.abandoned import finish_deletions
-from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
+from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root, require_root
@@ -24,6 +24,7 @@ from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.util.plain import plain_fields
 from ckptkit.verification.durable import identity_of, items_of, judged_step
+from ckptkit.verification.leaving import Standing, reason_to_leave
 from ckptkit.verification.mending import ManifestFile, RootStep, SlotShare, clean_repairs
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
 from ckptkit.verification.records import FORMAT, Finding, ProofKind, StepProof, Verification, VerifyProgress

@@ -7,11 +7,13 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
-from ckptkit.durable.lifecycle.classify import ALLOWED, Action, Standing, StepClass, StepStateName, reason_to_leave
+from ckptkit.durable.lifecycle.classify import StepClass
+from ckptkit.durable.lifecycle.listing import StepState
+from ckptkit.verification.leaving import ALLOWED, Action, Standing, reason_to_leave
 
 FAULTS = Path(__file__).parents[2] / "docs/FAULTS.md"
 ACTIONS: tuple[Action, ...] = get_args(Action)
-STATES: tuple[StepStateName, ...] = get_args(StepStateName)
+STATES: tuple[StepState, ...] = get_args(StepState)
 
 
 def test_no_action_takes_what_is_not_a_step_of_the_run() -> None:
