@@ -32,7 +32,7 @@ from ckptkit.store.roots import root_url
 from ckptkit.util import clock
 from ckptkit.util.plain import plain_fields
 from ckptkit.verification.durable import prove_step
-from ckptkit.verification.leaving import Standing, reason_to_leave
+from ckptkit.verification.leaving import reason_to_leave
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.records import VerifyProgress
 
@@ -258,8 +258,7 @@ def _add(kept: dict[str, list[str]], found: Sequence[DurableStep], steps: set[in
 
 
 def _judged(each: DurableStep, size: StepBytes, kept: Sequence[str], corrupt: str | None, top: int) -> PruneStep:
-    state = "damaged" if corrupt is not None else each.state
-    left = reason_to_leave("delete", each.kind, Standing(state=state))
+    left = reason_to_leave("delete", each.kind, "damaged" if corrupt is not None else each.state)
     if left is not None:
         act, reasons = "leave", (left,)
     elif kept:

@@ -24,7 +24,7 @@ from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.util.plain import plain_fields
 from ckptkit.verification.durable import identity_of, items_of, judged_step
-from ckptkit.verification.leaving import Standing, reason_to_leave
+from ckptkit.verification.leaving import reason_to_leave
 from ckptkit.verification.mending import ManifestFile, RootStep, SlotShare, clean_repairs
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
 from ckptkit.verification.records import FORMAT, Finding, ProofKind, StepProof, Verification, VerifyProgress
@@ -302,7 +302,7 @@ class _Scrubber:
             return None
         if self._is_announced(each.step):  # half deleted, it looks damaged
             return "its job has announced that it deletes this step"
-        return reason_to_leave("mend", _kind_of(each.found), Standing(state=each.found.state))
+        return reason_to_leave("mend", _kind_of(each.found), each.found.state)
 
     def _why_not_put_aside(self, each: _DamagedCopy, sources: Sources) -> str | None:
         """Why a durable step that cannot be repaired stays: it is of use, or protected."""
@@ -324,8 +324,7 @@ class _Scrubber:
         """Why a step must not be put aside now."""
         pinned = found.step in pinned_steps(self._place.store)
         in_use = not pinned and found.step in PruneGuard(self._place.store).leased([found.step])
-        standing = Standing(state=found.state, pinned=pinned, in_use=in_use)
-        return reason_to_leave("quarantine", _kind_of(found), standing)
+        return reason_to_leave("quarantine", _kind_of(found), found.state, pinned=pinned, in_use=in_use)
 
     def _put_aside(self, each: _DamagedCopy) -> str | None:
         """Announces a durable step as a deletion is announced, so that no reader begins with it meanwhile."""

@@ -45,13 +45,12 @@ _LOOKS_MAX = 64  # directories below one that are looked into: a step has few it
 
 
 class StepClass(StrEnum):
-    """The classes of a root's entries. `unfinished` and `abandoned` are states of a step of any class."""
+    """The classes of a root's steps. `unfinished` and `abandoned` are states of a step of any class."""
 
     WHOLE = "our save, whole"
     DAMAGED = "our save, damaged"
     STOCK = "stock step"
     PARTLY = "stock step of which a part is not understood"
-    FOREIGN = "not a step"
 
     @property
     def ours(self) -> bool:
