@@ -6,7 +6,7 @@ import stat
 from dataclasses import replace
 
 from ckptkit.durable.lifecycle.classify import content_of
-from ckptkit.durable.lifecycle.places import Place, local_kind, nothing_at, nothing_there
+from ckptkit.durable.lifecycle.places import Place, local_kind, nothing_at
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.msgpack import open_msgpack
 from ckptkit.formats.npz import open_npz
@@ -17,6 +17,7 @@ from ckptkit.formats.torch import open_torch, pickle_member
 from ckptkit.formats.zips import read_entries
 from ckptkit.inspection import Inspection, Item
 from ckptkit.inspection import inspect as inspect_orbax
+from ckptkit.inspection.roots import nothing_there
 from ckptkit.model import paths
 from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import RemoteStore

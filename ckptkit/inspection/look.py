@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptkit.durable.lifecycle.classify import grain_names_in, json_name_in, shown_by
-from ckptkit.durable.lifecycle.listing import newest_committed, read_ancestry, read_root
+from ckptkit.durable.lifecycle.listing import newest_committed, read_root
 from ckptkit.durable.lifecycle.places import (
     Place,
     committed_at_s,
@@ -21,9 +21,7 @@ from ckptkit.durable.lifecycle.places import (
     json_value,
     local_kind,
     nothing_at,
-    nothing_there,
     readable,
-    require_whole,
     step_items,
 )
 from ckptkit.durable.lifecycle.root_record import certified_saves
@@ -37,6 +35,7 @@ from ckptkit.durable.sidecars import incomplete
 from ckptkit.durable.stored_arrays import read_arrays
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import Inspection, Item, SaveOrigin
+from ckptkit.inspection.roots import nothing_there, read_ancestry, require_whole
 from ckptkit.inspection.shares import Share, items_of_manifest, leaf_of_record, read_share, read_shares
 from ckptkit.inspection.sharing import shared_files
 from ckptkit.model import paths

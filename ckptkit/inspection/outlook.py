@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.durable.lifecycle.classify import shown_by
-from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
+from ckptkit.durable.lifecycle.listing import read_root
 from ckptkit.durable.lifecycle.places import Place, nothing_at
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import (
@@ -22,6 +22,7 @@ from ckptkit.errors import (
     with_damage,
 )
 from ckptkit.events import EventLog
+from ckptkit.inspection.roots import read_ancestry
 from ckptkit.inspection.shares import read_share, read_shares
 from ckptkit.inspection.steps import places_in, recorded_tiers, shares_by_tier
 from ckptkit.model import paths

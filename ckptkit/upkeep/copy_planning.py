@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, read_root
-from ckptkit.durable.lifecycle.places import Place, no_directory, nothing_at, other_place, place_around
+from ckptkit.durable.lifecycle.places import Place, nothing_at, other_place, place_around
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.records import FORMAT
+from ckptkit.inspection.roots import no_directory
 from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import SaveId

@@ -10,18 +10,11 @@ from typing import Any, Literal
 
 from ckptkit.durable.cells.tensorstore_wait import base_of
 from ckptkit.durable.lifecycle.leases import PruneGuard, pin_reason, pinned_steps
-from ckptkit.durable.lifecycle.listing import (
-    DurableStep,
-    RootSteps,
-    StepState,
-    are_deleted,
-    read_ancestry,
-    read_root,
-    require_root,
-)
+from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, StepState, read_root
 from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.records import FORMAT
+from ckptkit.inspection.roots import are_deleted, read_ancestry, require_root
 from ckptkit.inspection.steps import no_slots, no_tier
 from ckptkit.model import paths
 from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, TREE_METADATA

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptkit.durable.lifecycle.leases import pinned_steps, put_pin, take_pin
-from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root
+from ckptkit.durable.lifecycle.listing import DurableStep, read_root
 from ckptkit.durable.lifecycle.places import Place, require_possible_root
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection.records import FORMAT
+from ckptkit.inspection.roots import read_ancestry
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.util.words import command_line

@@ -18,11 +18,12 @@ from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, pinned_steps
-from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root, require_root
+from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, store_error
 from ckptkit.inspection.records import FORMAT
+from ckptkit.inspection.roots import require_root
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import open_store

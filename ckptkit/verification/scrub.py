@@ -12,10 +12,11 @@ from ckptkit.durable.abandoned import finish_deletions
 from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions, pinned_steps
-from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root, require_root
+from ckptkit.durable.lifecycle.listing import DurableStep, read_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.errors import CorruptCheckpointError, StoreError, store_error, with_damage
+from ckptkit.inspection.roots import read_ancestry, require_root
 from ckptkit.inspection.shares import read_shares
 from ckptkit.inspection.steps import recorded_tiers, slots_of_root
 from ckptkit.model import paths

@@ -28,9 +28,8 @@ from ckptkit.errors import (
 from ckptkit.model import paths
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
 from ckptkit.store import Store, open_store
-from ckptkit.store.backends import properties_of
 from ckptkit.store.base import StoreOperation, T, WrapperStore
-from ckptkit.util.words import command_line, first_of
+from ckptkit.util.words import command_line
 
 _REASON_CHARS = 200  # of a library's own words in a message
 _DEFAULT_ITEM = "default"
@@ -40,7 +39,6 @@ _ABOVE_S = 20.0
 _AGGREGATE_READ = 1 << 20  # a larger file of this name is not the text of another library
 _MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})  # the first byte of a map in msgpack
 _ARRAYS_LOOKED_AT = 8  # directories of what may be a tree without a file of its own
-_STEPS_SHOWN = 8  # next to a path that does not exist
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
@@ -248,31 +246,6 @@ def nothing_at(url: str, why: str) -> StepNotFoundError:
     return StepNotFoundError(f"{url}: {why}", path=url)
 
 
-def nothing_there(url: str, why: str) -> StepNotFoundError:
-    """The error for a path that does not exist. Where it has the name of a step, it names the steps that do exist.
-
-    Cost then: a listing of the directory above.
-    """
-    above, _, name = url.rpartition("/")
-    if paths.step_of_name(name) is not None:
-        beside: list[str] = []
-        with suppress(CheckpointError, OSError):
-            beside = Place.open(above, timeout_s=_ABOVE_S).directories()
-        steps = [each for each in beside if paths.step_of_name(each, temporary=False) is not None]
-        if steps:
-            steps.sort(key=lambda each: (paths.step_of_name(each) or 0, each), reverse=True)
-            why = f"{why}. The steps in {above} are {first_of(steps, _STEPS_SHOWN)}"
-    return nothing_at(url, why)
-
-
-def no_directory(url: str, why: str) -> StepNotFoundError:
-    """The error for a path that must be a directory. For a file, the error reports that instead of `why`."""
-    is_file = properties_of(url).file_system and local_kind(url) == stat.S_IFREG
-    if is_file:
-        return nothing_at(url, "it is a file, and a directory with steps is expected")
-    return nothing_there(url, why)
-
-
 PlaceKind = Literal["step", "item", "array", "slots", "tier", "record"]
 _KINDS: dict[PlaceKind, str] = {
     "step": "a step",
@@ -338,13 +311,6 @@ def require_possible_root(place: Place, *, around: bool = True) -> None:
     """Raises `StepNotFoundError`, with the right call, for a path that `other_place` finds not to be a root."""
     if (other := other_place(place, around=around)) is not None:
         raise other.error
-
-
-def require_whole(place: Place) -> None:
-    """Raises `StepNotFoundError` for what one process wrote of an item, which has the name of such a part: others have
-    the rest."""
-    if place.name.startswith(PROCESS_TREE) and (around := place_around(place)) is not None:
-        raise nothing_at(place.url, f"it is the part of {around.at} that one process wrote; name {around.at}")
 
 
 def place_around(place: Place, *, timeout_s: float = _ABOVE_S) -> OtherPlace | None:
