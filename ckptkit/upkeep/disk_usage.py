@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ckptkit.durable.cells.tensorstore_wait import base_of
-from ckptkit.durable.lifecycle.leases import PruneGuard, pin_reason, pinned_steps
+from ckptkit.durable.lifecycle.leases import PruneGuard, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, StepState, read_root
 from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind
 from ckptkit.errors import CorruptCheckpointError
@@ -21,6 +21,7 @@ from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, STEP
 from ckptkit.store.quarantine import QUARANTINE_DIR
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
+from ckptkit.upkeep.pinning import pin_reason
 from ckptkit.util.words import command_line
 
 UsageKind = Literal["arrays", "digests", "small", "metadata"]

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ckptkit.durable.abandoned import finish_deletions
 from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, pinned_steps
+from ckptkit.durable.lifecycle.leases import PruneGuard, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.read_step import DurableReader
@@ -32,6 +31,7 @@ from ckptkit.store.local import sync_directory
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
 from ckptkit.util.plain import plain_fields
+from ckptkit.verification.deletions import DeletionNotice, finish_deletions
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.leaving import reason_to_leave
 from ckptkit.verification.pool import Limits

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from ckptkit.durable.abandoned import finish_deletions
 from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions, pinned_steps
+from ckptkit.durable.lifecycle.leases import PruneGuard, announced_deletions, pinned_steps
 from ckptkit.durable.lifecycle.listing import DurableStep, read_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
@@ -24,6 +23,7 @@ from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.util.plain import plain_fields
+from ckptkit.verification.deletions import DeletionNotice, finish_deletions
 from ckptkit.verification.durable import identity_of, items_of, judged_step
 from ckptkit.verification.leaving import reason_to_leave
 from ckptkit.verification.mending import ManifestFile, RootStep, SlotShare, clean_repairs
