@@ -38,6 +38,7 @@ from ckptkit.inspection.records import Inspection, Item, SaveOrigin
 from ckptkit.inspection.roots import nothing_there, read_ancestry, require_whole
 from ckptkit.inspection.shares import Share, items_of_manifest, leaf_of_record, read_share, read_shares
 from ckptkit.inspection.sharing import shared_files
+from ckptkit.inspection.sizes import stored_bytes
 from ckptkit.model import paths
 from ckptkit.model.leaf_info import sharding_words
 from ckptkit.model.manifest import Manifest, Writer
@@ -209,7 +210,7 @@ def _origin(
 
 
 def _item(place: Place, sidecar: Manifest | None, aside: list[str], problems: list[str], timeout_s: float) -> Item:
-    kind, stored = item_kind(place), place.stored_bytes()
+    kind, stored = item_kind(place), stored_bytes(place)
     if kind == "arrays":
         if sidecar is not None and sidecar.arrays:
             # Every process's sidecar names all leaves, each with that process's boxes.

@@ -16,6 +16,7 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import Holding, Listing, StepEntry
 from ckptkit.inspection.roots import certified_in, read_ancestry, require_root
 from ckptkit.inspection.shares import Share, read_shares
+from ckptkit.inspection.sizes import stored_bytes
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId, metrics_of
 from ckptkit.model.paths import METRICS
@@ -103,7 +104,7 @@ def _durable_entry(found: DurableStep) -> StepEntry:
     holding = Holding(
         tier=DURABLE,
         path=place.url,
-        held_bytes=place.stored_bytes(),
+        held_bytes=stored_bytes(place),
         committed_at_s=found.at_s,
         processes=processes,
         expected=expected,

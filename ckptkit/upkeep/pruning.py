@@ -23,6 +23,7 @@ from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, store_error
 from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.roots import require_root
+from ckptkit.inspection.sizes import linked_bytes, stored_bytes
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import open_store
@@ -152,8 +153,7 @@ def plan_prune(
     damaged = [f"{each.problem}; it is left as it is" for each in found if each.state == "damaged"]
     whole = [each for each in branch if each.place.url not in corrupt]
     sizes = {
-        each.place.url: StepBytes(all_bytes=each.place.stored_bytes(), shared=each.place.shared_files())
-        for each in found
+        each.place.url: StepBytes(all_bytes=stored_bytes(each.place), shared=linked_bytes(each.place)) for each in found
     }
     kept: dict[str, list[str]] = {each.place.url: [] for each in found}
     for rule in keep:

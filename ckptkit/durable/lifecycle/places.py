@@ -23,7 +23,6 @@ from ckptkit.errors import (
     StepNotFoundError,
     StoreError,
     TransientStoreError,
-    store_error,
 )
 from ckptkit.model import paths
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
@@ -71,11 +70,14 @@ class ReadOnlyStore(WrapperStore):
 
 @final
 class Place:
-    """A directory of a disk or a bucket, and those below it. Listings are taken once: a look is at one moment."""
+    """A directory of a disk or a bucket, and those below it. Listings are taken once: a look is at one moment.
+
+    `prefix` is its path in `store`, empty for the root of it.
+    """
 
     def __init__(self, store: Store, prefix: str = ""):
         self.store = store
-        self._prefix = prefix
+        self.prefix = prefix
         self._names: list[str] | None = None
         self._signs: list[str] | None = None
         self._has: dict[str, bool] = {}
@@ -89,7 +91,7 @@ class Place:
     @property
     def url(self) -> str:
         """Where it is."""
-        return f"{self.store.url}/{self._prefix}" if self._prefix else self.store.url
+        return f"{self.store.url}/{self.prefix}" if self.prefix else self.store.url
 
     @property
     def name(self) -> str:
@@ -104,20 +106,20 @@ class Place:
 
     def above(self, *, timeout_s: float) -> Place:
         """The directory that it is in."""
-        if self._prefix:
-            return Place(self.store, self._prefix.rpartition("/")[0])
+        if self.prefix:
+            return Place(self.store, self.prefix.rpartition("/")[0])
         return Place.open(self.url.rpartition("/")[0], timeout_s=timeout_s)
 
     def again(self) -> Place:
         """The same directory, to be listed afresh."""
-        return Place(self.store, self._prefix)
+        return Place(self.store, self.prefix)
 
     def names(self) -> list[str]:
         """Its entries, sorted; directories end in `/`. Empty if it does not exist, and for a link out of the root."""
         if self._names is None:
             with readable(self.url):
                 try:
-                    self._names = self.store.list(self._prefix)
+                    self._names = self.store.list(self.prefix)
                 except OutsideRootError:
                     self._names = []
         return self._names
@@ -180,33 +182,8 @@ class Place:
         with readable(f"{self.url}/{name}"):
             return None if data is None else json.loads(data)
 
-    def stored_bytes(self) -> int:
-        """Bytes of everything below it. Cost: as of `sizes`."""
-        return sum(self.sizes().values())
-
-    def sizes(self) -> dict[str, int]:
-        """The bytes of every object below it, by the path from here. Cost: one listing per directory; links are not
-        followed."""
-        if self.store.properties.file_system:
-            return {os.path.relpath(path, self.url): found.st_size for path, found in local_files(self.url)}
-        own = {name: self.store.stat(self._key(name)) for name in self.names() if not name.endswith("/")}
-        # The sizes come from the listing just made, which the client keeps: no request per object.
-        found = {name: stat.size_bytes for name, stat in own.items() if stat is not None}
-        for name in self.directories():
-            found.update({f"{name}/{key}": size for key, size in self.below(name).sizes().items()})
-        return found
-
-    def shared_files(self) -> dict[str, int]:
-        """The bytes of every file below it that has another name too, by the file's own number. Cost: as of `sizes`.
-
-        Empty in a bucket: every object has bytes of its own.
-        """
-        if not self.store.properties.file_system:
-            return {}
-        return {f"{at.st_dev}:{at.st_ino}": at.st_size for _, at in local_files(self.url) if at.st_nlink > 1}
-
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return f"{self.prefix}/{name}" if self.prefix else name
 
 
 @contextmanager
@@ -430,20 +407,6 @@ def _root_of(place: Place, kind: PlaceKind) -> str | None:
         with suppress(CheckpointError, OSError):
             return root if is_step(Place.open(above, timeout_s=_ABOVE_S)) else None
     return None
-
-
-def local_files(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file below a local path, with its facts. Links are not followed. Raises `StoreError`."""
-
-    def fail(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # pruned while it was counted
-            raise store_error(error, error.filename or path) from error
-
-    for directory, _, names in os.walk(path, onerror=fail):
-        for name in names:
-            whole = os.path.join(directory, name)
-            with suppress(FileNotFoundError):
-                yield whole, os.lstat(whole)
 
 
 def item_kind(place: Place) -> ItemKind | None:
