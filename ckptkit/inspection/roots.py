@@ -23,10 +23,11 @@ from ckptkit.durable.lifecycle.places import (
     place_around,
     readable,
 )
-from ckptkit.durable.lifecycle.root_record import certified_saves
+from ckptkit.durable.lifecycle.root_record import RootRecord, certified_saves, read_root_record
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
+from ckptkit.store import Store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
 from ckptkit.util.words import first_of
@@ -45,6 +46,16 @@ def read_ancestry(place: Place) -> tuple[Ancestry, list[str]]:
             return ancestry, [f"{problem}; the other copy was read" for problem in problems]
     except CorruptCheckpointError as error:
         return Ancestry(), [f"{error}; which steps a rollback abandoned is not known"]
+
+
+def root_record_of(store: Store) -> RootRecord:
+    """The record of a root, for a reader: where it is damaged or missing, with the id in the epoch records. Cost: a
+    small read, and then what `EpochRecords.read` costs. Raises `CorruptCheckpointError` where no record has the id."""
+    with suppress(CorruptCheckpointError):
+        if (found := read_root_record(store)).id:
+            return found
+    records = EpochRecords(store)
+    return records.root_record(records.read(), create=False)
 
 
 def certified_in(place: Place) -> frozenset[SaveId]:
