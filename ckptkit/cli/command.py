@@ -185,7 +185,7 @@ def _unless_deleted(error: BaseException) -> BaseException:
     """The error; in place of damage in a step that is being deleted, or was deleted while it was read, that fact."""
     if not isinstance(error, CorruptCheckpointError) or not error.path:
         return error
-    from ckptkit.durable.lifecycle.listing import deleted_step
+    from ckptkit.inspection.roots import deleted_step
 
     with suppress(CheckpointError, OSError):
         if (step := deleted_step(error.path)) is not None:

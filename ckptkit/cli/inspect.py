@@ -23,11 +23,11 @@ from ckptkit.cli.text import (
     short_json,
     size_text,
 )
-from ckptkit.durable.lifecycle.listing import step_in
 from ckptkit.errors import StepNotFoundError, with_damage
 from ckptkit.formats import inspect as inspect_path
 from ckptkit.inspection import Inspection, Item, totals
 from ckptkit.inspection.layouts import Layout, report_layouts
+from ckptkit.inspection.roots import step_in
 from ckptkit.inspection.sharing import sharing_words
 from ckptkit.model.leaf_info import LeafInfo, parsed_sharding
 from ckptkit.util import clock

@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from ckptkit.durable.lifecycle.leases import Lease
-from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root
+from ckptkit.durable.lifecycle.listing import DurableStep, read_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.errors import CheckpointError, StepNotFoundError, StoreError
+from ckptkit.inspection.roots import read_ancestry
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import open_store

@@ -18,8 +18,6 @@ from typing import Any
 
 from ckptkit.durable.commit import intents, remove_uncommitted
 from ckptkit.durable.lifecycle.delete import move_away
-from ckptkit.durable.lifecycle.leases import announced_deletions, drop_dead
-from ckptkit.errors import store_error
 from ckptkit.model import paths
 from ckptkit.store import Store, put_new
 
@@ -53,38 +51,6 @@ def clean_left(store: Store, epoch: int, remove_directory: Callable[[str], None]
     return cleaned if store.properties.atomic_rename else [*cleaned, *_clean_bucket(store, epoch)]
 
 
-def finish_deletions(store: Store) -> None:
-    """Removes the leases and notices of processes that have died, and the rest of each step that they were deleting.
-    Removes nothing that any process writes, reads or deletes now.
-
-    Cost: that of `drop_dead`, and two listings; for each rest that of `announced_deletions`, and in a bucket three
-    requests. Raises `StoreError`.
-    """
-    drop_dead(store)
-    if store.properties.file_system:
-        left = {name: paths.step_of_name(name.rpartition("-")[0]) for name in store.list(paths.LEAVING_DIR)}
-        live = announced_deletions(store, {step for step in left.values() if step is not None}) if left else ()
-        try:
-            _empty_leaving(store, [name for name, step in left.items() if step not in live], shutil.rmtree)
-        except OSError as error:
-            raise store_error(error, error.filename or store.url) from error
-    if not store.properties.atomic_rename:
-        for _, name in intents(store):
-            _, step_name = paths.intent_of_name(name) or (0, "")
-            step = paths.step_of_name(step_name)
-            if name == paths.going_name(step_name) and step is not None and not announced_deletions(store, [step]):
-                _finish_in_bucket(store, step_name)
-
-
-def _finish_in_bucket(store: Store, step_name: str) -> None:
-    going = paths.going_name(step_name)
-    objects = store.stat_all(step_name)
-    writers = [name for _, name in intents(store) if (paths.intent_of_name(name) or (0, ""))[1] == step_name]
-    if writers == [going]:  # whoever saves the number anew removes what is in the way
-        remove_uncommitted(store, step_name, objects)
-        store.delete(f"{paths.INTENTS_DIR}/{going}")
-
-
 def clean_unmarked(store: Store, name_format: Any) -> list[str]:
     """Deletes the steps of a bucket or a mount that have no mark, of any writer: `cleanup_tmp_directories`, on the
     caller's word. Only directories that have the name of a step, and whose objects are those of a save.
@@ -114,11 +80,12 @@ def _clean_disk(store: Store, epoch: int, remove_directory: Callable[[str], None
         if of is not None and of < epoch:
             move_away(f"{store.url}/{name}")
             cleaned.append(name)
-    _empty_leaving(store, store.list(paths.LEAVING_DIR), remove_directory)
+    empty_leaving(store, store.list(paths.LEAVING_DIR), remove_directory)
     return cleaned
 
 
-def _empty_leaving(store: Store, names: Iterable[str], remove_directory: Callable[[str], None]) -> None:
+def empty_leaving(store: Store, names: Iterable[str], remove_directory: Callable[[str], None]) -> None:
+    """Removes the rests of deletions on a disk, which were moved aside under these names. Raises `OSError`."""
     for name in names:
         place = f"{store.url}/{paths.LEAVING_DIR}/{name.rstrip('/')}"
         with suppress(FileNotFoundError):  # another process removes it too: what it leaves is found the next time

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -29,7 +30,6 @@ from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.orbax.manager import (
     DEFAULT_ITEM,
     METRICS_ITEM,
-    Setup,
     StockManager,
     committed_by_mark,
     delete_directory,
@@ -95,12 +95,13 @@ class DurableSteps:
         options: ocp.CheckpointManagerOptions,
         coordinator: Coordinator,
         *,
-        setup: Setup = Setup(),  # noqa: B008  frozen
+        setup: Mapping[str, Any] = MappingProxyType({}),
         profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
         report: Report = lambda step, reason: None,
         cleaned: Callable[[list[str]], None] = lambda names: None,
     ):
-        """`report` gets a committed step and the failure after its commit; `cleaned` gets removed leftovers."""
+        """`setup`: further arguments of Orbax's constructor. `report` gets a committed step and the failure after its
+        commit; `cleaned` gets removed leftovers."""
         self.profile = profile = profile.for_one_of(coordinator.count)
         self.url = root_url(directory)
         self._coordinator = coordinator

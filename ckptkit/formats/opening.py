@@ -6,7 +6,7 @@ import stat
 from dataclasses import replace
 
 from ckptkit.durable.lifecycle.classify import content_of
-from ckptkit.durable.lifecycle.places import Place, local_kind, nothing_at, nothing_there
+from ckptkit.durable.lifecycle.places import Place, local_kind, nothing_at
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.msgpack import open_msgpack
 from ckptkit.formats.npz import open_npz
@@ -17,6 +17,8 @@ from ckptkit.formats.torch import open_torch, pickle_member
 from ckptkit.formats.zips import read_entries
 from ckptkit.inspection import Inspection, Item
 from ckptkit.inspection import inspect as inspect_orbax
+from ckptkit.inspection.roots import nothing_there
+from ckptkit.inspection.sizes import sizes_below
 from ckptkit.model import paths
 from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import RemoteStore
@@ -100,7 +102,7 @@ def _stored_bytes(opened: Checkpoint, timeout_s: float) -> int:
     """Bytes of the file, or of those files of a directory that have tensors."""
     if opened.facts.kind == "directory":
         read = {span.path.rpartition("/")[2] for tensor in opened.tensors for span in tensor.spans}
-        sizes = Place.open(opened.path, timeout_s=timeout_s).sizes()
+        sizes = sizes_below(Place.open(opened.path, timeout_s=timeout_s))
         return sum(size for name, size in sizes.items() if name in read)
     ranges = open_ranges(opened.path)
     ranges.close()

@@ -6,20 +6,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, final
 
 import jax
 
-from ckptkit.durable.lifecycle.root_record import certify_saves
+from ckptkit.durable.lifecycle.root_record import certified_saves, shield_records
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
+from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.snapshot.state_digest import BoxDigests, box_digests
-from ckptkit.store import open_store
+from ckptkit.store import Store, open_store
 from ckptkit.store.roots import root_url
 from ckptkit.util.words import count_text, first_of
 from ckptkit.verification.follow import follow
@@ -220,6 +221,24 @@ class _Run:
 
         if saves:
             self._coordinator.ask_process_0("certified", write)
+
+
+def certify_saves(store: Store, saves: Collection[SaveId], *, held: Collection[SaveId]) -> None:
+    """Records that a replay came to `saves`; removes certificates of saves that are older than every save in `held`.
+
+    Cost: a put for each, a listing. Raises `StoreError`.
+    """
+    shield_records(store)
+    for save in saves:
+        store.put(_certificate_key(save), b"")
+    known = (*held, *saves)
+    for save in certified_saves(store) if known else ():
+        if save < min(known):
+            store.delete(_certificate_key(save))
+
+
+def _certificate_key(save: SaveId) -> str:
+    return f"{paths.CERTIFIED_DIR}/{paths.certificate_name(save.epoch, save.step, save.number, save.run)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

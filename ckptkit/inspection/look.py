@@ -10,22 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ckptkit.durable.lifecycle.classify import grain_names_in
-from ckptkit.durable.lifecycle.listing import newest_committed, read_ancestry, read_root
+from ckptkit.durable.lifecycle.classify import grain_names_in, json_name_in, shown_by
+from ckptkit.durable.lifecycle.listing import newest_committed, read_root
 from ckptkit.durable.lifecycle.places import (
     Place,
     committed_at_s,
     is_committed,
-    is_slot_directory,
     is_step,
     item_kind,
-    json_name,
     json_value,
     local_kind,
     nothing_at,
-    nothing_there,
     readable,
-    require_whole,
     step_items,
 )
 from ckptkit.durable.lifecycle.root_record import certified_saves
@@ -39,8 +35,10 @@ from ckptkit.durable.sidecars import incomplete
 from ckptkit.durable.stored_arrays import read_arrays
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import Inspection, Item, SaveOrigin
+from ckptkit.inspection.roots import nothing_there, read_ancestry, require_whole
 from ckptkit.inspection.shares import Share, items_of_manifest, leaf_of_record, read_share, read_shares
 from ckptkit.inspection.sharing import shared_files
+from ckptkit.inspection.sizes import stored_bytes
 from ckptkit.model import paths
 from ckptkit.model.leaf_info import sharding_words
 from ckptkit.model.manifest import Manifest, Writer
@@ -68,7 +66,7 @@ def inspect(path: str, *, timeout_s: float = 20.0, passes_over: bool = True) -> 
         on_disk = place.store.properties.file_system
         raise nothing_there(url, "it is empty" if on_disk else "there is nothing; check bucket and prefix")
     require_whole(place)
-    if is_slot_directory(names):
+    if shown_by(names) == "slots":
         return _slot_directory(Path(url))
     if item_kind(place) is not None:
         return _directory(place, "item", [place], timeout_s)
@@ -212,7 +210,7 @@ def _origin(
 
 
 def _item(place: Place, sidecar: Manifest | None, aside: list[str], problems: list[str], timeout_s: float) -> Item:
-    kind, stored = item_kind(place), place.stored_bytes()
+    kind, stored = item_kind(place), stored_bytes(place)
     if kind == "arrays":
         if sidecar is not None and sidecar.arrays:
             # Every process's sidecar names all leaves, each with that process's boxes.
@@ -223,7 +221,7 @@ def _item(place: Place, sidecar: Manifest | None, aside: list[str], problems: li
         problems += arrays.problems
         return Item(name=place.name, kind="arrays", layout=arrays.layout, stored_bytes=stored, leaves=arrays.leaves)
     try:
-        name = json_name(place) if kind == "json" else None
+        name = json_name_in(place.names()) if kind == "json" else None
         if name is not None:
             value = json_value(place, name)
             return Item(name=place.name, kind="json", layout="file", stored_bytes=stored, value=value)

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
-from ckptkit.durable.lifecycle.places import Place, is_slot_directory, nothing_at
+from ckptkit.durable.lifecycle.classify import shown_by
+from ckptkit.durable.lifecycle.listing import read_root
+from ckptkit.durable.lifecycle.places import Place, nothing_at
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import (
     CheckpointError,
@@ -21,6 +22,7 @@ from ckptkit.errors import (
     with_damage,
 )
 from ckptkit.events import EventLog
+from ckptkit.inspection.roots import read_ancestry
 from ckptkit.inspection.shares import read_share, read_shares
 from ckptkit.inspection.steps import places_in, recorded_tiers, shares_by_tier
 from ckptkit.model import paths
@@ -228,7 +230,7 @@ def _manifests_at(like: str, timeout_s: float) -> list[tuple[Manifest, bool]]:
     if path.is_file():
         return [(read_share(path).manifest, False)]
     place = Place.open(root_url(like), timeout_s=timeout_s)
-    if is_slot_directory(place.names()):
+    if shown_by(place.names()) == "slots":
         shares, damaged = read_shares(path)
         if not shares:
             raise next(iter(damaged), nothing_at(like, "it has no committed save"))

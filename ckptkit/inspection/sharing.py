@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckptkit.durable.lifecycle.places import local_files
+from ckptkit.inspection.sizes import local_files
 from ckptkit.model.paths import step_of_name
 from ckptkit.store.backends import properties_of
 

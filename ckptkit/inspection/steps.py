@@ -8,20 +8,15 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.durable.lifecycle.epochs import Ancestry, root_record_of
-from ckptkit.durable.lifecycle.listing import (
-    DurableStep,
-    RootSteps,
-    certified_in,
-    read_ancestry,
-    read_root,
-    require_root,
-)
+from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, read_root
 from ckptkit.durable.lifecycle.places import Place, json_value, step_items
 from ckptkit.durable.lifecycle.step_records import read_sidecar, sidecar_processes
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import Holding, Listing, StepEntry
+from ckptkit.inspection.roots import certified_in, read_ancestry, require_root, root_record_of
 from ckptkit.inspection.shares import Share, read_shares
+from ckptkit.inspection.sizes import stored_bytes
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest, SaveId, metrics_of
 from ckptkit.model.paths import METRICS
@@ -109,7 +104,7 @@ def _durable_entry(found: DurableStep) -> StepEntry:
     holding = Holding(
         tier=DURABLE,
         path=place.url,
-        held_bytes=place.stored_bytes(),
+        held_bytes=stored_bytes(place),
         committed_at_s=found.at_s,
         processes=processes,
         expected=expected,

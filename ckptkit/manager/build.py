@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from ckptkit.durable.cells.tensorstore_wait import require_usable
-from ckptkit.durable.orbax.manager import Setup
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
@@ -77,8 +77,9 @@ class Components:
     retention: Retention
 
 
-def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Components:
-    """Makes the parts over the durable root at `url`; called by all processes together.
+def make_components(url: str, settings: Settings, setup: Mapping[str, Any], job: Job) -> Components:
+    """Makes the parts over the durable root at `url`; called by all processes together. `setup`: further arguments of
+    Orbax's constructor.
 
     Raises the errors of `CheckpointManager`. Cost: five exchanges, and a look at every tier.
     """

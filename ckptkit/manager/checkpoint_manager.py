@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.orbax.manager import Setup, refuse_options, refuse_part_of_job
+from ckptkit.durable.orbax.manager import refuse_options, refuse_part_of_job
 from ckptkit.durable.orbax.reports import save_entry
 from ckptkit.errors import ClosedAtEnd, SaveFailedError, plainly
 from ckptkit.events import EventLog, default_log
@@ -108,13 +108,13 @@ class CheckpointManager(ClosedAtEnd, ocp.AbstractCheckpointManager):
         refuse_part_of_job(self._options, jax.process_count())
         if not self._options.read_only:
             refuse_unjoined()
-        setup = Setup(
-            checkpointers=checkpointers,
-            metadata=metadata,
-            item_names=item_names,
-            item_handlers=item_handlers,
-            handler_registry=handler_registry,
-        )
+        setup = {
+            "checkpointers": checkpointers,
+            "metadata": metadata,
+            "item_names": item_names,
+            "item_handlers": item_handlers,
+            "handler_registry": handler_registry,
+        }
         asynchronous = self._options.enable_async_checkpointing
         observe_run(self._settings.events, jax.process_index(), root_url(directory), asynchronous=asynchronous)
         job = Job(coordinator=make_coordinator(processes.timeout_s), events=self._settings.events)

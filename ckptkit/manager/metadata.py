@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.host_shards import is_text_leaf
-from ckptkit.durable.orbax.manager import DEFAULT_ITEM, METRICS_ITEM, sharding_metadata, step_metadata, tree_metadata
+from ckptkit.durable.orbax.manager import DEFAULT_ITEM, METRICS_ITEM, sharding_metadata, tree_metadata
 from ckptkit.durable.orbax.preservation import by_metrics
 from ckptkit.durable.read_step import without_identity
 from ckptkit.durable.steps import DurableSteps
@@ -125,7 +125,7 @@ class MetadataIndex:
         small = {n: None for m in manifests for n, stored in m.inline.items() if stored["kind"] != STRUCTURE}
         items = {**small, **trees}
         default_item = set(items) - {METRICS_ITEM} == {DEFAULT_ITEM} and self._durable.stock.default_item is not False
-        return step_metadata(
+        return ocp.metadata.StepMetadata(
             item_metadata=items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items),
             metrics=metrics_of(manifests) or {},
         )

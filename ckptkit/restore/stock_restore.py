@@ -10,7 +10,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.cells.tensorstore_wait import is_damage
-from ckptkit.durable.lifecycle.places import Place, item_kind, json_name, readable, step_items
+from ckptkit.durable.lifecycle.classify import json_name_in
+from ckptkit.durable.lifecycle.places import Place, item_kind, readable, step_items
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.orbax.partial import elsewhere, read_item, read_leaves
 from ckptkit.durable.orbax.v1 import NEWER_HANDLER
@@ -55,7 +56,7 @@ def as_saved(step_url: str, names: Iterable[str]) -> dict[str, Any]:
         kind = item_kind(place)
         if kind == "arrays":
             found[name] = read_item(place.url, elsewhere(place.url))
-        elif kind == "json" and (file := json_name(place)) is not None:
+        elif kind == "json" and (file := json_name_in(place.names())) is not None:
             found[name] = place.json(file)
     return found
 
@@ -71,7 +72,7 @@ def whole_step(step_url: str) -> dict[str, Any] | None:
     step = Place.open(step_url, timeout_s=_TIMEOUT_S)
     if not any(moved.values()) and not _by_newer_api(step):
         return None
-    files = {name: json_name(step.below(name)) for name in step_items(step)}
+    files = {name: json_name_in(step.below(name).names()) for name in step_items(step)}
     small = {name: step.below(name).json(file) for name, file in files.items() if file in (JSON_VALUE, JSON_VALUE_V1)}
     unknown = [name for name in files if item_kind(step.below(name)) is None]
     if unknown and _by_newer_api(step):

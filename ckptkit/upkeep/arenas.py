@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.durable.lifecycle.epochs import root_record_of
 from ckptkit.durable.lifecycle.places import local_kind, nothing_at
 from ckptkit.errors import StoreError
 from ckptkit.inspection.records import FORMAT
+from ckptkit.inspection.roots import root_record_of
 from ckptkit.model import paths
 from ckptkit.slots.directory import remove_slots
 from ckptkit.slots.reader import slot_directories

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, read_root
-from ckptkit.durable.lifecycle.places import Place, no_directory, nothing_at, other_place, place_around
+from ckptkit.durable.lifecycle.places import Place, nothing_at, other_place, place_around
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.records import FORMAT
+from ckptkit.inspection.roots import no_directory
+from ckptkit.inspection.sizes import sizes_below
 from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
 from ckptkit.model.manifest import SaveId
@@ -304,7 +306,7 @@ def _planned(each: DurableStep, there: DurableStep | None, target: str) -> CopyS
 
 def sizes_of(place: Place) -> dict[str, int]:
     """The objects of a step and their bytes."""
-    return {key: size for key, size in place.sizes().items() if key != JOURNAL}
+    return {key: size for key, size in sizes_below(place).items() if key != JOURNAL}
 
 
 def stamp_of(place: Place) -> str | None:

@@ -9,25 +9,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ckptkit.durable.cells.tensorstore_wait import base_of
-from ckptkit.durable.lifecycle.leases import PruneGuard, pin_reason, pinned_steps
-from ckptkit.durable.lifecycle.listing import (
-    DurableStep,
-    RootSteps,
-    StepState,
-    are_deleted,
-    read_ancestry,
-    read_root,
-    require_root,
-)
+from ckptkit.durable.lifecycle.leases import PruneGuard, pinned_steps
+from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, StepState, read_root
 from ckptkit.durable.lifecycle.places import Place, item_kind, local_kind
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.records import FORMAT
+from ckptkit.inspection.roots import are_deleted, read_ancestry, require_root
+from ckptkit.inspection.sizes import linked_bytes, sizes_below, stored_bytes
 from ckptkit.inspection.steps import no_slots, no_tier
 from ckptkit.model import paths
 from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, TREE_METADATA
 from ckptkit.store.quarantine import QUARANTINE_DIR
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
+from ckptkit.upkeep.pinning import pin_reason
 from ckptkit.util.words import command_line
 
 UsageKind = Literal["arrays", "digests", "small", "metadata"]
@@ -167,7 +162,7 @@ def _usage(root: str, tiers: Sequence[str], host_id: str | None, deep: bool, tim
         for each in arenas
         if each.quarantine_bytes
     ]
-    shared = {each.place.url: each.place.shared_files() for each in steps}
+    shared = {each.place.url: linked_bytes(each.place) for each in steps}
     for each in steps if deep else ():
         dead += _unreferenced(each.place, problems)
     problems += [each.problem for each in found if each.problem is not None]
@@ -209,7 +204,7 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
 def _step_usage(each: DurableStep, pinned: set[int], used: set[int], root: Place) -> StepUsage:
     items, kinds = Counter[str](), Counter[str]()
     whole = item_kind(each.place) is not None  # saved without a manager: the step is the item
-    for key, size in each.place.sizes().items():
+    for key, size in sizes_below(each.place).items():
         head, slash, rest = key.partition("/")
         item = "" if whole or not slash else head
         items[item] += size
@@ -249,7 +244,7 @@ def _others(place: Place, in_root: RootSteps) -> list[DeadWeight]:
     """The directories with the name of a step that are not of the run: other runs, trees, links, data."""
     links = in_root.left_out.get("link", ())
     names = sorted(name for found in in_root.left_out.values() for name in found)
-    sizes = {name: 0 if name in links else place.below(name).stored_bytes() for name in names}
+    sizes = {name: 0 if name in links else stored_bytes(place.below(name)) for name in names}
     return [
         DeadWeight(kind="other", path=f"{place.url}/{name}", stored_bytes=size, remedy="not of this run")
         for name, size in sizes.items()
@@ -285,12 +280,12 @@ def _root_dead(place: Place, found: Sequence[DurableStep], others: Collection[st
 
 
 def _dead(kind: DeadKind, place: Place, remedy: str) -> DeadWeight:
-    return DeadWeight(kind=kind, path=place.url, stored_bytes=place.stored_bytes(), remedy=remedy)
+    return DeadWeight(kind=kind, path=place.url, stored_bytes=stored_bytes(place), remedy=remedy)
 
 
 def _record_bytes(place: Place) -> int:
-    sizes = place.below(paths.SIDECAR_DIR).sizes() if f"{paths.SIDECAR_DIR}/" in place.names() else {}
-    root = [place.below(name).stored_bytes() for name in place.directories() if name in _ROOT_FILES]
+    sizes = sizes_below(place.below(paths.SIDECAR_DIR)) if f"{paths.SIDECAR_DIR}/" in place.names() else {}
+    root = [stored_bytes(place.below(name)) for name in place.directories() if name in _ROOT_FILES]
     records = (size for key, size in sizes.items() if key.partition("/")[0] not in (QUARANTINE_DIR, _LEAVING))
     return sum(records) + sum(root)
 
@@ -307,7 +302,7 @@ def _unreferenced(step: Place, problems: list[str]) -> list[DeadWeight]:
         except CorruptCheckpointError as error:
             problems.append(str(error))
             continue
-        for key, size in item.sizes().items():
+        for key, size in sizes_below(item).items():
             if "d" in key.split("/")[:-1] and key not in used:
                 remedy = "of an earlier version of the database, which no reader uses"
                 found.append(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptkit.durable.lifecycle.leases import pinned_steps, put_pin, take_pin
-from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root
+from ckptkit.durable.lifecycle.leases import announced_deletions, pinned_steps, record_text
+from ckptkit.durable.lifecycle.listing import DurableStep, read_root
 from ckptkit.durable.lifecycle.places import Place, require_possible_root
-from ckptkit.errors import StepNotFoundError
+from ckptkit.durable.lifecycle.root_record import shield_records
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.records import FORMAT
-from ckptkit.store import open_store
+from ckptkit.inspection.roots import read_ancestry
+from ckptkit.model import paths
+from ckptkit.store import Store, open_store
 from ckptkit.store.roots import root_url
+from ckptkit.util import clock
 from ckptkit.util.words import command_line
 
 
@@ -57,7 +63,7 @@ def pin(
             _found(place.again(), step, step_prefix)  # a deletion that ended before the pin did not see it
         except StepNotFoundError:
             if step not in before:
-                take_pin(store, step)
+                store.delete(_key(step))
             raise
     problems += [each.problem for each in found if each.problem is not None]
     pinned = tuple(sorted({*before, step}))
@@ -89,5 +95,33 @@ def unpin(root: str, step: int, *, dry_run: bool = False, timeout_s: float = 20.
         shown = ", ".join(map(str, sorted(before))) or "none"
         raise StepNotFoundError(f"{url} has no pin of step {step}; pinned are: {shown}", step=step, path=url)
     if not dry_run:
-        take_pin(store, step)
+        store.delete(_key(step))
     return Pinning(root=url, step=step, changed=True, pinned=tuple(sorted(before - {step})))
+
+
+def put_pin(store: Store, step: int, reason: str = "") -> None:
+    """Pins a step: once this has returned, no pruning deletes it. Pinning it again changes the reason.
+
+    Cost: a put, a listing and a small read. Raises `StoreError`, and `CheckpointError` where the step is about to be
+    deleted: the pin came too late.
+    """
+    record: dict[str, Any] = {"step": step, "reason": reason, "at_s": round(clock.wall_s(), 3)}
+    key = _key(step)
+    known = store.stat(key) is not None
+    shield_records(store)
+    store.put(key, record_text(record))
+    if not known and announced_deletions(store, [step]):
+        store.delete(key)
+        raise CheckpointError(f"step {step} in {store.url} is being deleted; it cannot be pinned any more", step=step)
+
+
+def pin_reason(store: Store, step: int) -> str:
+    """The reason that was given for a pin; empty without one, or if the record is damaged (the pin still counts). Cost:
+    a small read."""
+    with suppress(FileNotFoundError, CorruptCheckpointError, ValueError, KeyError, TypeError, RecursionError):
+        return str(json.loads(store.get(_key(step)))["reason"])
+    return ""
+
+
+def _key(step: int) -> str:
+    return f"{paths.LEASES_DIR}/{paths.pin_name(step)}"

@@ -13,16 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ckptkit.durable.abandoned import finish_deletions
-from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
+from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, pinned_steps
-from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root, require_root
+from ckptkit.durable.lifecycle.leases import PruneGuard, pinned_steps
+from ckptkit.durable.lifecycle.listing import DurableStep, StepState, read_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, store_error
 from ckptkit.inspection.records import FORMAT
+from ckptkit.inspection.roots import require_root
+from ckptkit.inspection.sizes import linked_bytes, stored_bytes
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import open_store
@@ -31,7 +32,9 @@ from ckptkit.store.local import sync_directory
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
 from ckptkit.util.plain import plain_fields
+from ckptkit.verification.deletions import DeletionNotice, finish_deletions
 from ckptkit.verification.durable import prove_step
+from ckptkit.verification.leaving import reason_to_leave
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.records import VerifyProgress
 
@@ -150,8 +153,7 @@ def plan_prune(
     damaged = [f"{each.problem}; it is left as it is" for each in found if each.state == "damaged"]
     whole = [each for each in branch if each.place.url not in corrupt]
     sizes = {
-        each.place.url: StepBytes(all_bytes=each.place.stored_bytes(), shared=each.place.shared_files())
-        for each in found
+        each.place.url: StepBytes(all_bytes=stored_bytes(each.place), shared=linked_bytes(each.place)) for each in found
     }
     kept: dict[str, list[str]] = {each.place.url: [] for each in found}
     for rule in keep:
@@ -257,8 +259,7 @@ def _add(kept: dict[str, list[str]], found: Sequence[DurableStep], steps: set[in
 
 
 def _judged(each: DurableStep, size: StepBytes, kept: Sequence[str], corrupt: str | None, top: int) -> PruneStep:
-    state = "damaged" if corrupt is not None else each.state
-    left = reason_to_leave("delete", each.kind, Standing(state=state))
+    left = reason_to_leave("delete", each.kind, "damaged" if corrupt is not None else each.state)
     if left is not None:
         act, reasons = "leave", (left,)
     elif kept:

@@ -17,6 +17,7 @@ from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, UntrustedStepError
 from ckptkit.inspection.records import FORMAT
+from ckptkit.inspection.sizes import sizes_below
 from ckptkit.model import paths
 from ckptkit.model.cells import digested_cells
 from ckptkit.model.manifest import Manifest, SaveId
@@ -193,7 +194,7 @@ def _target(path: str, timeout_s: float, *, of_item: bool = False) -> _Target:
 
 
 def _sizes(place: Place) -> tuple[int, int]:
-    sizes = [size for name, size in place.sizes().items() if _is_covered(name)]
+    sizes = [size for name, size in sizes_below(place).items() if _is_covered(name)]
     return len(sizes), sum(sizes)
 
 

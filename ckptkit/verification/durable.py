@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from ckptkit.durable.cells.placed import PlacedCells
-from ckptkit.durable.lifecycle.classify import grain_names_in
+from ckptkit.durable.lifecycle.classify import grain_names_in, json_name_in
 from ckptkit.durable.lifecycle.places import (
     Place,
     committed_at_s,
     is_committed,
     item_handlers,
     item_kind,
-    json_name,
     json_value,
     readable,
     step_items,
@@ -412,7 +411,7 @@ def _small_items(items: Sequence[Place], findings: list[Finding]) -> dict[str, o
         kind = item_kind(item)
         if kind == "json":
             with _reported(findings, item.url):
-                values[item.name] = json_value(item, json_name(item) or "")
+                values[item.name] = json_value(item, json_name_in(item.names()) or "")
         elif kind == "grain":
             states: dict[str, object] = {}
             for name in grain_names_in(item.names()):

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from ckptkit.durable.abandoned import finish_deletions
-from ckptkit.durable.lifecycle.classify import Standing, StepClass, reason_to_leave
+from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions, pinned_steps
-from ckptkit.durable.lifecycle.listing import DurableStep, read_ancestry, read_root, require_root
+from ckptkit.durable.lifecycle.leases import PruneGuard, announced_deletions, pinned_steps
+from ckptkit.durable.lifecycle.listing import DurableStep, read_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.step_records import sidecar_processes
 from ckptkit.errors import CorruptCheckpointError, StoreError, store_error, with_damage
+from ckptkit.inspection.roots import read_ancestry, require_root
 from ckptkit.inspection.shares import read_shares
 from ckptkit.inspection.steps import recorded_tiers, slots_of_root
 from ckptkit.model import paths
@@ -23,7 +23,9 @@ from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 from ckptkit.util.plain import plain_fields
+from ckptkit.verification.deletions import DeletionNotice, finish_deletions
 from ckptkit.verification.durable import identity_of, items_of, judged_step
+from ckptkit.verification.leaving import reason_to_leave
 from ckptkit.verification.mending import ManifestFile, RootStep, SlotShare, clean_repairs
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
 from ckptkit.verification.records import FORMAT, Finding, ProofKind, StepProof, Verification, VerifyProgress
@@ -301,7 +303,7 @@ class _Scrubber:
             return None
         if self._is_announced(each.step):  # half deleted, it looks damaged
             return "its job has announced that it deletes this step"
-        return reason_to_leave("mend", _kind_of(each.found), Standing(state=each.found.state))
+        return reason_to_leave("mend", _kind_of(each.found), each.found.state)
 
     def _why_not_put_aside(self, each: _DamagedCopy, sources: Sources) -> str | None:
         """Why a durable step that cannot be repaired stays: it is of use, or protected."""
@@ -323,8 +325,7 @@ class _Scrubber:
         """Why a step must not be put aside now."""
         pinned = found.step in pinned_steps(self._place.store)
         in_use = not pinned and found.step in PruneGuard(self._place.store).leased([found.step])
-        standing = Standing(state=found.state, pinned=pinned, in_use=in_use)
-        return reason_to_leave("quarantine", _kind_of(found), standing)
+        return reason_to_leave("quarantine", _kind_of(found), found.state, pinned=pinned, in_use=in_use)
 
     def _put_aside(self, each: _DamagedCopy) -> str | None:
         """Announces a durable step as a deletion is announced, so that no reader begins with it meanwhile."""

@@ -15,7 +15,8 @@ from typing import final
 
 import numpy as np
 
-from ckptkit.durable.lifecycle.places import Place, json_name
+from ckptkit.durable.lifecycle.classify import json_name_in
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.step_records import read_sidecars, sidecar_processes
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError
@@ -202,7 +203,7 @@ def small_files(place: Place, sidecars: Sidecars) -> dict[str, bytes]:
     files of handlers; by key."""
     manifests = next(iter(sidecars.values()))
     found = {
-        f"{name}/{json_name(place.below(name)) or 'metadata'}": json.dumps(stored["value"]).encode()
+        f"{name}/{json_name_in(place.below(name).names()) or 'metadata'}": json.dumps(stored["value"]).encode()
         for name, stored in manifests[0].inline.items()
         if stored["kind"] == "json"
     }

@@ -23,7 +23,8 @@ import zstandard
 
 from ckptkit.durable.cells.placed import PlacedCells
 from ckptkit.durable.cells.tensorstore_wait import finished
-from ckptkit.durable.lifecycle.places import Place, item_kind, json_name, json_value
+from ckptkit.durable.lifecycle.classify import json_name_in
+from ckptkit.durable.lifecycle.places import Place, item_kind, json_value
 from ckptkit.durable.stored_arrays import ChunkGrid, StoredArray, open_kvstore, read_arrays, stores_all
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
@@ -217,7 +218,7 @@ class StockReads:
         if parts and files <= {paths.COMMIT_MARK, paths.STEP_METADATA} and all(map(item_kind, parts)):
             kinds = {self.add(part, f"{name}/{part.name}") for part in parts}
             for part in parts:
-                if (file := json_name(part)) is not None:
+                if (file := json_name_in(part.names())) is not None:
                     json_value(part, file)
             return "arrays" if "arrays" in kinds else "small"
         of = f" (of {handler})" if handler else ""

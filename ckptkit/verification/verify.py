@@ -7,19 +7,11 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckptkit.durable.lifecycle.listing import read_ancestry, read_root
-from ckptkit.durable.lifecycle.places import (
-    Place,
-    is_step,
-    item_kind,
-    local_kind,
-    no_directory,
-    nothing_at,
-    nothing_there,
-    require_whole,
-)
+from ckptkit.durable.lifecycle.listing import read_root
+from ckptkit.durable.lifecycle.places import Place, is_step, item_kind, local_kind, nothing_at
 from ckptkit.durable.lifecycle.step_records import read_sidecars, sidecar_processes
 from ckptkit.errors import StepNotFoundError, StoreError, with_damage
+from ckptkit.inspection.roots import no_directory, nothing_there, read_ancestry, require_whole
 from ckptkit.model import paths
 from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store.backends import properties_of

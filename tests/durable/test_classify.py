@@ -28,9 +28,10 @@ from ckptkit.durable.lifecycle.classify import (
     run_format,
 )
 from ckptkit.durable.lifecycle.delete import remove_step
-from ckptkit.durable.lifecycle.listing import RootSteps, read_ancestry, read_root
+from ckptkit.durable.lifecycle.listing import RootSteps, read_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.sidecars import marker_text
+from ckptkit.inspection.roots import read_ancestry
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import Store, open_store
 from ckptkit.store.base import StoreOperation, WrapperStore

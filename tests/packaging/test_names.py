@@ -40,7 +40,7 @@ SOURCES: Final = {
         durable/orbax/file_items._directory durable/lifecycle/places.Place._has_aggregate
     """,
     "a listing: the store leaves out names that cannot be keys": """
-        durable/abandoned.clean_unmarked durable/abandoned._empty_leaving manager/fast_tiers.own_host_dirs
+        durable/abandoned.clean_unmarked durable/abandoned.empty_leaving manager/fast_tiers.own_host_dirs
         resume/programs._forget_oldest slots/directory.remove_directory slots/directory.remove_slots
         slots/directory.remove_unfinished store/quarantine.move_aside
         upkeep/arenas._emptied upkeep/arenas._is_live durable/orbax/file_items._read verification/mending._remove

@@ -185,8 +185,9 @@ class Pairs:
                 inflict("truncation", [home / "run" / str(MENDABLE) / "state/_METADATA"], [], 1)
             if "unpin" in kinds:
                 from ckptkit.store import open_store
+                from ckptkit.upkeep.pinning import put_pin
 
-                leases.put_pin(open_store(str(home / "run")), UNPINNED, "of the tree")
+                put_pin(open_store(str(home / "run")), UNPINNED, "of the tree")
             self._trees[kinds] = home
         return self._trees[kinds]
 

@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 
 from ckptkit.cli import main
 from ckptkit.cli.exits import Exit
-from ckptkit.durable.lifecycle.leases import DeletionNotice, Lease, announced_deletions, pinned_steps, put_pin
+from ckptkit.durable.lifecycle.leases import Lease, announced_deletions, pinned_steps
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.model import paths
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import MemoryStore, open_store
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import pin, plan_prune, prune, pruning, unpin
+from ckptkit.upkeep.pinning import put_pin
+from ckptkit.verification.deletions import DeletionNotice
 from tests.upkeep.conftest import make_root, manager_of, restored, save
 
 

@@ -11,12 +11,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit.durable.lifecycle.epochs import EpochRecords
-from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard
+from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection import list_steps
 from ckptkit.model.tiers import KeepNewest
 from ckptkit.store import open_store
 from ckptkit.upkeep import pin, plan_prune, plan_rollback, prune, rollback, rolling_back
+from ckptkit.verification.deletions import DeletionNotice
 from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
 from tests.upkeep.test_prune import flip, steps_in
 

@@ -215,7 +215,7 @@ def test_step_with_a_lost_lease_is_not_returned(tmp_path: Path, monkeypatch: pyt
         return real(*args)
 
     monkeypatch.setattr(follow._Follower, "_proven", proven)
-    monkeypatch.setattr(leases._Beating, "_keep", lambda self: self._released.wait())
+    monkeypatch.setattr(leases.Beating, "_keep", lambda self: self._released.wait())
     assert followed(tmp_path, lease_s=0.2) == []
     away += [False]
     assert followed(tmp_path, lease_s=60.0) == [1]

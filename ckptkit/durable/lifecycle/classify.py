@@ -5,8 +5,6 @@ Pure: a caller lists directories and reads marks in its own way. The order of th
 1. Does the name have the format of this root's steps (`NameFormat`)? A link is never a step.
 2. Does something in the directory show that it is a step (`content_of`)? A decimal name alone does not.
 3. Who wrote it, is all of it understood, and is it damaged (`class_of`)?
-
-`reason_to_leave` is the table of what a command may do to a directory of each class.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Literal, final
 
 from ckptkit.durable.sidecars import marked_save
@@ -45,18 +42,15 @@ _WRITTEN = frozenset(
 PROCESS_TREE = "ocdbt.process_"  # and a number: what one process has written of an item
 _STANDARD = re.compile(r"(?!ocdbt\.process_)(?:(.*)_)?([0-9]{1,18})", re.DOTALL)
 _LOOKS_MAX = 64  # directories below one that are looked into: a step has few items
-Action = Literal["delete", "mend", "quarantine", "replace", "overtake"]
-StepStateName = Literal["committed", "partial", "abandoned", "unfinished", "damaged"]
 
 
 class StepClass(StrEnum):
-    """The classes of a root's entries. `unfinished` and `abandoned` are states of a step of any class."""
+    """The classes of a root's steps. `unfinished` and `abandoned` are states of a step of any class."""
 
     WHOLE = "our save, whole"
     DAMAGED = "our save, damaged"
     STOCK = "stock step"
     PARTLY = "stock step of which a part is not understood"
-    FOREIGN = "not a step"
 
     @property
     def ours(self) -> bool:
@@ -267,59 +261,3 @@ def _digits_of(numbers: Sequence[str], example: str | None) -> int | None:
     (length,) = filled
     shortest = min(len(number) for number in numbers) if example is None else len(example)
     return length if shortest >= length else None
-
-
-# `docs/FAULTS.md` has the table for users, and a test compares the two. Entries that are not steps are never touched.
-ALLOWED: Mapping[Action, frozenset[StepClass]] = MappingProxyType(
-    {
-        # `prune` and a run's own policies, by the user's rules.
-        "delete": frozenset({StepClass.WHOLE, StepClass.STOCK, StepClass.PARTLY}),
-        # `scrub --repair`: the same bits are written back, from another copy of the same save.
-        "mend": frozenset({StepClass.DAMAGED}),
-        # `scrub --repair`, where no copy has the bits: moved to `_ckptkit/_quarantine`.
-        "quarantine": frozenset({StepClass.DAMAGED}),
-        # A save that a run makes under the number of a step that a rollback abandoned.
-        "replace": frozenset({StepClass.WHOLE, StepClass.DAMAGED, StepClass.STOCK, StepClass.PARTLY}),
-        # `--as newest`: a save of another run becomes the newest of this root.
-        "overtake": frozenset({StepClass.WHOLE, StepClass.STOCK, StepClass.PARTLY}),
-    }
-)
-_WITH_PIN = frozenset({"mend", "overtake"})  # the step stays, with the same bits
-_NEEDS_STATE: Mapping[Action, frozenset[StepStateName]] = MappingProxyType(
-    {
-        "delete": frozenset({"committed", "abandoned"}),
-        "mend": frozenset({"committed", "abandoned", "damaged"}),
-        "quarantine": frozenset({"committed", "abandoned", "damaged"}),
-        "replace": frozenset({"abandoned"}),
-        "overtake": frozenset({"committed", "abandoned"}),
-    }
-)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Conditions of a directory besides its class."""
-
-    state: StepStateName
-    pinned: bool = False
-    in_use: bool = False
-
-
-def reason_to_leave(action: Action, kind: StepClass, standing: Standing) -> str | None:
-    """Why a directory of this class must not be touched in this way; None where it may be. Pure."""
-    if kind is StepClass.FOREIGN:
-        return "it is not a step of this run"
-    if standing.state == "unfinished":
-        return "never committed: a save in flight, or interrupted"
-    if standing.pinned and action not in _WITH_PIN:
-        return "pinned"
-    if standing.in_use and action not in _WITH_PIN:
-        return "in use"
-    if kind in ALLOWED[action] and standing.state in _NEEDS_STATE[action]:
-        return None
-    if not kind.ours and action in ("mend", "quarantine"):
-        return "Orbax wrote it without digests: nothing shows which bytes were meant; restore it with Orbax"
-    if standing.state == "damaged" or kind is StepClass.DAMAGED:
-        return "damaged: `ckptkit scrub` reports what can be done"
-    return f"it is {standing.state}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -428,16 +427,6 @@ class EpochRecords:
             if self._store.get(key) != record:  # a put that landed and reported an error is this run's own
                 raise
         self._store.put(copy, record)
-
-
-def root_record_of(store: Store) -> RootRecord:
-    """The record of a root, for a reader: where it is damaged or missing, with the id in the epoch records. Cost: a
-    small read, and then what `EpochRecords.read` costs. Raises `CorruptCheckpointError` where no record has the id."""
-    with suppress(CorruptCheckpointError):
-        if (found := read_root_record(store)).id:
-            return found
-    records = EpochRecords(store)
-    return records.root_record(records.read(), create=False)
 
 
 def _newest_of(listed: Iterable[str]) -> tuple[int, list[str]]:

@@ -6,8 +6,8 @@ Small objects in the durable root. A reader keeps one per step that it uses, `{"
 the two sees the other: the step is kept, or the reader leaves it.
 
 A command that deletes steps, with or without a running job, announces it in an object of its own among the leases,
-which it renews as a reader does (`DeletionNotice`). A pin (`put_pin`) is there too: a lease without an end. So the
-one listing that a writer makes shows all of them.
+which it renews as a reader does (`ckptkit.verification.deletions`). A pin (`ckptkit.upkeep.pinning`) is there too: a
+lease without an end. So the one listing that a writer makes shows all of them.
 
 All of them have a beat, `doomed.json` too. One rule (`_state_of`) decides for readers and for writers whether the
 holder of a notice or a claim lives.
@@ -29,23 +29,32 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self, final
 
-from ckptkit.durable.lifecycle.root_record import shield_records
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
+from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.model import paths
 from ckptkit.store import Store, put_new
 from ckptkit.util import clock
 
 LEASE_S_MAX = 3600.0  # how long a reader that died may hold up a deletion
-_LEASE_S = 60.0  # of a lease that cannot be read
+_LEASE_S = 60.0  # of notices and claims, and of a lease that cannot be read
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _WATCH_S = 1.0  # between two looks at the claim of another process
 _RENEWALS = 3  # in the life of a lease: two may fail
 
 
-class _Beating:
-    """A small object whose beat a thread counts up until `release`; context manager."""
+class Beating:
+    """A small object whose beat a thread counts up until `release`; context manager. `lease_s` is its lifetime, 60 s by
+    default."""
 
-    def __init__(self, store: Store, key: str, record: Mapping[str, Any], lease_s: float, now_s: Callable[[], float]):
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        record: Mapping[str, Any],
+        now_s: Callable[[], float],
+        *,
+        lease_s: float | None = None,
+    ):
+        lease_s = _LEASE_S if lease_s is None else lease_s
         if not 0 < lease_s <= LEASE_S_MAX:
             raise ValueError(f"lease_s is {lease_s}; it must be above 0 and at most {LEASE_S_MAX:g}")
         self._store = store
@@ -96,7 +105,7 @@ class _Beating:
 
 
 @final
-class Lease(_Beating):
+class Lease(Beating):
     """Steps that this process reads, one or more. Renewed by a thread until `release`; context manager. Once it is
     `lost`, the steps may be pruned.
 
@@ -108,7 +117,7 @@ class Lease(_Beating):
         # A name of its own for each: one that lapsed can never be taken for the one that follows it.
         key = f"{paths.LEASES_DIR}/{uuid.uuid4().hex}.json"
         record = {"step": steps[0]} if len(steps) == 1 else {"steps": sorted(steps)}
-        super().__init__(store, key, record, lease_s, monotonic_s)
+        super().__init__(store, key, record, monotonic_s, lease_s=lease_s)
 
     def granted(self) -> bool:
         """Whether the writer will keep every step of it: asked once, after the lease was written."""
@@ -121,21 +130,7 @@ class Lease(_Beating):
 
 
 @final
-class DeletionNotice(_Beating):
-    """Steps that a command is about to delete, announced until `release`; context manager. Once it is `lost`, a reader
-    may not see it any more: nothing more may be deleted.
-
-    The steps that somebody reads, or has pinned, are looked for after it is written: `PruneGuard.leased`. Raises
-    `StoreError` where it cannot be written.
-    """
-
-    def __init__(self, store: Store, steps: Iterable[int], *, monotonic_s: Callable[[], float] = clock.monotonic_s):
-        key = f"{paths.LEASES_DIR}/doomed-{uuid.uuid4().hex}.json"
-        super().__init__(store, key, {"steps": sorted(steps)}, _LEASE_S, monotonic_s)
-
-
-@final
-class WriterClaim(_Beating):
+class WriterClaim(Beating):
     """The one process that copies a step into a bucket, until `release`; context manager. Once it is `lost`, another
     process may have taken it over: nothing more may be written.
 
@@ -148,12 +143,12 @@ class WriterClaim(_Beating):
         record = {"steps": [], "copying": name, "claim": uuid.uuid4().hex}  # it keeps no step from being pruned
         while not _created(store, key, record):
             _replace_dead(store, key, f"{store.url}/{name}", monotonic_s)
-        super().__init__(store, key, record, _LEASE_S, monotonic_s)
+        super().__init__(store, key, record, monotonic_s)
 
 
 def _created(store: Store, key: str, record: Mapping[str, Any]) -> bool:
     try:
-        put_new(store, key, json.dumps({**record, **_holder()}).encode())
+        put_new(store, key, record_text(record))
     except FileExistsError:
         return False
     return True
@@ -206,6 +201,11 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return {}
 
 
+def record_text(record: Mapping[str, Any]) -> bytes:
+    """A record without a beat, with the name of this process."""
+    return json.dumps({**record, **_holder()}).encode()
+
+
 def _holder() -> dict[str, str]:
     """Names this process in a record: for people, and for `_has_ended`."""
     return {"holder": f"{socket.gethostname()}:{os.getpid()}", "process": _process_name(os.getpid())}
@@ -249,7 +249,7 @@ class PruneGuard:
         self._store = store
         self._monotonic_s = monotonic_s
         self._seen: dict[str, tuple[bytes, float]] = {}  # lease -> its content, and when it was first seen so
-        self._notice: _Beating | None = None
+        self._notice: Beating | None = None
         self._announced = True  # by a run before this one, perhaps
 
     def spare(self, doomed: Iterable[int]) -> set[int]:
@@ -291,7 +291,7 @@ class PruneGuard:
         if self._notice is not None:
             self._notice.stop()
         record = {"steps": sorted(steps)}
-        self._notice = _Beating(self._store, paths.DOOMED_KEY, record, _LEASE_S, self._monotonic_s)
+        self._notice = Beating(self._store, paths.DOOMED_KEY, record, self._monotonic_s)
 
     @property
     def lost(self) -> bool:
@@ -387,35 +387,3 @@ def pinned_steps(store: Store) -> set[int]:
     """The steps that are pinned in a durable root. Cost: a listing. Raises `StoreError`."""
     steps = (paths.step_of_pin(name) for name in store.list(paths.LEASES_DIR))
     return {step for step in steps if step is not None}
-
-
-def pin_reason(store: Store, step: int) -> str:
-    """The reason that was given for a pin; empty without one, or if the record is damaged (the pin still counts). Cost:
-    a small read."""
-    with suppress(FileNotFoundError, CorruptCheckpointError, ValueError, KeyError, TypeError, RecursionError):
-        return str(json.loads(store.get(f"{paths.LEASES_DIR}/{paths.pin_name(step)}"))["reason"])
-    return ""
-
-
-def put_pin(store: Store, step: int, reason: str = "") -> None:
-    """Pins a step: once this has returned, no pruning deletes it. Pinning it again changes the reason.
-
-    Cost: a put, a listing and a small read. Raises `StoreError`, and `CheckpointError` where the step is about to be
-    deleted: the pin came too late.
-    """
-    record: dict[str, Any] = {"step": step, "reason": reason, "at_s": round(clock.wall_s(), 3)}
-    key = f"{paths.LEASES_DIR}/{paths.pin_name(step)}"
-    known = store.stat(key) is not None
-    shield_records(store)
-    store.put(key, json.dumps({**record, **_holder()}).encode())
-    if not known and announced_deletions(store, [step]):
-        store.delete(key)
-        raise CheckpointError(f"step {step} in {store.url} is being deleted; it cannot be pinned any more", step=step)
-
-
-def take_pin(store: Store, step: int) -> bool:
-    """Takes the pin of a step out; whether there was one. Raises `StoreError`."""
-    key = f"{paths.LEASES_DIR}/{paths.pin_name(step)}"
-    known = store.stat(key) is not None
-    store.delete(key)
-    return known

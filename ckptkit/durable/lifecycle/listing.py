@@ -7,7 +7,7 @@ index object exists, since it could go stale: the listing itself is the truth.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ from ckptkit.durable.lifecycle.classify import (
     run_format,
 )
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import announced_deletions
 from ckptkit.durable.lifecycle.places import (
     ItemKind,
     Place,
@@ -31,13 +30,9 @@ from ckptkit.durable.lifecycle.places import (
     content_in,
     is_committed,
     item_kind,
-    no_directory,
-    nothing_at,
-    readable,
     require_possible_root,
     step_items,
 )
-from ckptkit.durable.lifecycle.root_record import certified_saves
 from ckptkit.durable.lifecycle.step_records import (
     items_missing,
     marked_above,
@@ -117,16 +112,6 @@ class RootSteps:
         return [*notes, f"{_OF_OTHERS}: {first_of(others, _NAMES_MAX)}"] if others else notes
 
 
-def read_ancestry(place: Place) -> tuple[Ancestry, list[str]]:
-    """The rollbacks that a root records; where the record is damaged, none and the reason."""
-    try:
-        with readable(f"{place.url}/{paths.EPOCHS_DIR}"):
-            ancestry, problems = EpochRecords(place.store).check()
-            return ancestry, [f"{problem}; the other copy was read" for problem in problems]
-    except CorruptCheckpointError as error:
-        return Ancestry(), [f"{error}; which steps a rollback abandoned is not known"]
-
-
 def read_root(
     place: Place,
     ancestry: Ancestry,
@@ -177,26 +162,6 @@ def read_root(
     )
 
 
-def require_root(place: Place, found: RootSteps) -> None:
-    """Raises `StepNotFoundError` if the directory does not exist, or has neither a step nor a record of a run. An empty
-    directory is a root: its run has saved nothing yet. Cost: where it raises, a look into a few directories."""
-    names = place.names()
-    shown = found.steps or set(found.left_out) - {"nothing", "root"}  # a name alone shows nothing
-    if shown or f"{paths.SIDECAR_DIR}/" in names:
-        return
-    if names:
-        below = [name for name in place.directories()[:_LOOKS] if content_in(place.below(name)) == "root"]
-        which = f"name one of the roots in it: {first_of(below, 5)}" if below else "name the directory with the steps"
-        raise nothing_at(place.url, f"it has no step, and no record of a run; {which}")
-    if not os.path.isdir(place.url):
-        raise no_directory(place.url, "there is no such root; check the path")
-
-
-def certified_in(place: Place) -> frozenset[SaveId]:
-    """The saves of a root that a replay came to. Cost: a listing, where a run of ours has saved."""
-    return certified_saves(place.store) if f"{paths.SIDECAR_DIR}/" in place.names() else frozenset()
-
-
 def newest_committed(steps: Iterable[DurableStep]) -> DurableStep | None:
     """The committed step of the newest save, which is not the highest number where a later epoch began lower."""
     committed = [step for step in steps if step.state == "committed"]
@@ -219,54 +184,6 @@ def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> S
     looked = _side_by_side(lambda step: _names_of_step(place.below(named[step])), unknown)
     committed = {step: below for step, below in zip(unknown, looked, strict=True) if below is not None}
     return {step: committed.get(step) for step in sorted({*committed, *(trusted & set(named))})}
-
-
-def deleted_step(url: str, *, timeout_s: float = _TIMEOUT_S) -> str | None:
-    """The step directory that a path is in, where its root has it no more or a process deletes it now; None where it is
-    there, or the path is in no step.
-
-    A reader that finds damage asks this before it reports it: a deletion is not damage. Cost: two listings, and what
-    `announced_deletions` costs. Raises `StoreError`.
-    """
-    root, _, name = url.rstrip("/").rpartition("/")
-    while root and not root.endswith(":/"):
-        step = paths.step_of_name(name, temporary=False)
-        place = Place.open(root, timeout_s=timeout_s)
-        in_step = item_kind(place) is not None or paths.STEP_METADATA in place.names()
-        if step is not None and not in_step and _may_be_root(place):
-            is_there = name in place.names() or bool(place.below(name).names())  # a file may have such a name
-            return None if is_there and step not in announced_deletions(place.store, [step]) else f"{root}/{name}"
-        root, _, name = root.rpartition("/")
-    return None
-
-
-def _may_be_root(place: Place) -> bool:
-    return any(each == paths.SIDECAR_DIR or paths.step_of_name(each) is not None for each in place.directories())
-
-
-def are_deleted(root: str, steps: Collection[tuple[int, str]]) -> bool:
-    """Whether one of these steps of a root, each with its directory, is not there any more, or a process deletes it
-    now. Cost: a listing, and what `announced_deletions` costs. Raises `StoreError`."""
-    place = Place.open(root_url(root), timeout_s=_TIMEOUT_S)
-    there = set(place.directories())
-    gone = any(path.rpartition("/")[2] not in there for _, path in steps)
-    return gone or bool(announced_deletions(place.store, [step for step, _ in steps]))
-
-
-def step_in(root: str, step: int, *, timeout_s: float = _TIMEOUT_S) -> str:
-    """The directory of a step of a root: the committed one where several have its number. Cost: as `read_root`.
-
-    Raises `StepNotFoundError` where it has none, with the steps that it has.
-    """
-    place = Place.open(root_url(root), timeout_s=timeout_s)
-    in_root = read_root(place, read_ancestry(place)[0])
-    require_root(place, in_root)
-    steps = in_root.steps
-    found = sorted((each for each in steps if each.step == step), key=lambda each: each.state != "committed")
-    if not found:
-        there = first_of(sorted({each.step for each in steps}, reverse=True), _NAMES_MAX) or "none"
-        raise nothing_at(place.url, f"it has no step {step}; its steps are {there}")
-    return found[0].place.url
 
 
 def latest_step(root: str) -> int | None:

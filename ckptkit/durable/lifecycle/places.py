@@ -7,15 +7,14 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, final
 
 from typing_extensions import override
 
 from ckptkit.durable.lifecycle import classify
-from ckptkit.durable.lifecycle.classify import PROCESS_TREE, Content, content_of, json_name_in, kind_of_item, shown_by
+from ckptkit.durable.lifecycle.classify import PROCESS_TREE, Content, content_of, kind_of_item, shown_by
 from ckptkit.durable.lifecycle.classify import ItemKind as ItemKind
 from ckptkit.errors import (
     CheckpointError,
@@ -24,14 +23,12 @@ from ckptkit.errors import (
     StepNotFoundError,
     StoreError,
     TransientStoreError,
-    store_error,
 )
 from ckptkit.model import paths
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
 from ckptkit.store import Store, open_store
-from ckptkit.store.backends import properties_of
 from ckptkit.store.base import StoreOperation, T, WrapperStore
-from ckptkit.util.words import command_line, first_of
+from ckptkit.util.words import command_line
 
 _REASON_CHARS = 200  # of a library's own words in a message
 _DEFAULT_ITEM = "default"
@@ -41,7 +38,6 @@ _ABOVE_S = 20.0
 _AGGREGATE_READ = 1 << 20  # a larger file of this name is not the text of another library
 _MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})  # the first byte of a map in msgpack
 _ARRAYS_LOOKED_AT = 8  # directories of what may be a tree without a file of its own
-_STEPS_SHOWN = 8  # next to a path that does not exist
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
@@ -74,11 +70,14 @@ class ReadOnlyStore(WrapperStore):
 
 @final
 class Place:
-    """A directory of a disk or a bucket, and those below it. Listings are taken once: a look is at one moment."""
+    """A directory of a disk or a bucket, and those below it. Listings are taken once: a look is at one moment.
+
+    `prefix` is its path in `store`, empty for the root of it.
+    """
 
     def __init__(self, store: Store, prefix: str = ""):
         self.store = store
-        self._prefix = prefix
+        self.prefix = prefix
         self._names: list[str] | None = None
         self._signs: list[str] | None = None
         self._has: dict[str, bool] = {}
@@ -92,7 +91,7 @@ class Place:
     @property
     def url(self) -> str:
         """Where it is."""
-        return f"{self.store.url}/{self._prefix}" if self._prefix else self.store.url
+        return f"{self.store.url}/{self.prefix}" if self.prefix else self.store.url
 
     @property
     def name(self) -> str:
@@ -107,20 +106,20 @@ class Place:
 
     def above(self, *, timeout_s: float) -> Place:
         """The directory that it is in."""
-        if self._prefix:
-            return Place(self.store, self._prefix.rpartition("/")[0])
+        if self.prefix:
+            return Place(self.store, self.prefix.rpartition("/")[0])
         return Place.open(self.url.rpartition("/")[0], timeout_s=timeout_s)
 
     def again(self) -> Place:
         """The same directory, to be listed afresh."""
-        return Place(self.store, self._prefix)
+        return Place(self.store, self.prefix)
 
     def names(self) -> list[str]:
         """Its entries, sorted; directories end in `/`. Empty if it does not exist, and for a link out of the root."""
         if self._names is None:
             with readable(self.url):
                 try:
-                    self._names = self.store.list(self._prefix)
+                    self._names = self.store.list(self.prefix)
                 except OutsideRootError:
                     self._names = []
         return self._names
@@ -183,54 +182,22 @@ class Place:
         with readable(f"{self.url}/{name}"):
             return None if data is None else json.loads(data)
 
-    def stored_bytes(self) -> int:
-        """Bytes of everything below it. Cost: as of `sizes`."""
-        return sum(self.sizes().values())
-
-    def sizes(self) -> dict[str, int]:
-        """The bytes of every object below it, by the path from here. Cost: one listing per directory; links are not
-        followed."""
-        if self.store.properties.file_system:
-            return {os.path.relpath(path, self.url): found.st_size for path, found in local_files(self.url)}
-        own = {name: self.store.stat(self._key(name)) for name in self.names() if not name.endswith("/")}
-        # The sizes come from the listing just made, which the client keeps: no request per object.
-        found = {name: stat.size_bytes for name, stat in own.items() if stat is not None}
-        for name in self.directories():
-            found.update({f"{name}/{key}": size for key, size in self.below(name).sizes().items()})
-        return found
-
-    def shared_files(self) -> dict[str, int]:
-        """The bytes of every file below it that has another name too, by the file's own number. Cost: as of `sizes`.
-
-        Empty in a bucket: every object has bytes of its own.
-        """
-        if not self.store.properties.file_system:
-            return {}
-        return {f"{at.st_dev}:{at.st_ino}": at.st_size for _, at in local_files(self.url) if at.st_nlink > 1}
-
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return f"{self.prefix}/{name}" if self.prefix else name
 
 
-@final
-class readable:
+@contextmanager
+def readable(where: str) -> Iterator[None]:
     """In this context, metadata that is not what a writer writes is corrupt, for any error of a parser."""
-
-    __slots__ = ("_where",)
-
-    def __init__(self, where: str):
-        self._where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if not isinstance(error, _UNREADABLE) or isinstance(error, CheckpointError):
-            return
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _UNREADABLE as error:
         said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CorruptCheckpointError(
-            f"{self._where} cannot be read ({said[:_REASON_CHARS]}); it is damaged, or no writer would write it so",
-            path=self._where,
+            f"{where} cannot be read ({said[:_REASON_CHARS]}); it is damaged, or no writer would write it so",
+            path=where,
         ) from error
 
 
@@ -254,31 +221,6 @@ def require_regular(path: str) -> None:
 def nothing_at(url: str, why: str) -> StepNotFoundError:
     """The error for a path with nothing to look at."""
     return StepNotFoundError(f"{url}: {why}", path=url)
-
-
-def nothing_there(url: str, why: str) -> StepNotFoundError:
-    """The error for a path that does not exist. Where it has the name of a step, it names the steps that do exist.
-
-    Cost then: a listing of the directory above.
-    """
-    above, _, name = url.rpartition("/")
-    if paths.step_of_name(name) is not None:
-        beside: list[str] = []
-        with suppress(CheckpointError, OSError):
-            beside = Place.open(above, timeout_s=_ABOVE_S).directories()
-        steps = [each for each in beside if paths.step_of_name(each, temporary=False) is not None]
-        if steps:
-            steps.sort(key=lambda each: (paths.step_of_name(each) or 0, each), reverse=True)
-            why = f"{why}. The steps in {above} are {first_of(steps, _STEPS_SHOWN)}"
-    return nothing_at(url, why)
-
-
-def no_directory(url: str, why: str) -> StepNotFoundError:
-    """The error for a path that must be a directory. For a file, the error reports that instead of `why`."""
-    is_file = properties_of(url).file_system and local_kind(url) == stat.S_IFREG
-    if is_file:
-        return nothing_at(url, "it is a file, and a directory with steps is expected")
-    return nothing_there(url, why)
 
 
 PlaceKind = Literal["step", "item", "array", "slots", "tier", "record"]
@@ -346,13 +288,6 @@ def require_possible_root(place: Place, *, around: bool = True) -> None:
     """Raises `StepNotFoundError`, with the right call, for a path that `other_place` finds not to be a root."""
     if (other := other_place(place, around=around)) is not None:
         raise other.error
-
-
-def require_whole(place: Place) -> None:
-    """Raises `StepNotFoundError` for what one process wrote of an item, which has the name of such a part: others have
-    the rest."""
-    if place.name.startswith(PROCESS_TREE) and (around := place_around(place)) is not None:
-        raise nothing_at(place.url, f"it is the part of {around.at} that one process wrote; name {around.at}")
 
 
 def place_around(place: Place, *, timeout_s: float = _ABOVE_S) -> OtherPlace | None:
@@ -457,7 +392,7 @@ def _has_slots(place: Place, levels: int) -> bool:
     if not place.store.properties.file_system:
         return False
     below = place.directories()[:_SLOT_LOOKS] if levels else []
-    return is_slot_directory(place.names()) or any(_has_slots(place.below(name), levels - 1) for name in below)
+    return shown_by(place.names()) == "slots" or any(_has_slots(place.below(name), levels - 1) for name in below)
 
 
 def _root_of(place: Place, kind: PlaceKind) -> str | None:
@@ -474,20 +409,6 @@ def _root_of(place: Place, kind: PlaceKind) -> str | None:
     return None
 
 
-def local_files(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file below a local path, with its facts. Links are not followed. Raises `StoreError`."""
-
-    def fail(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # pruned while it was counted
-            raise store_error(error, error.filename or path) from error
-
-    for directory, _, names in os.walk(path, onerror=fail):
-        for name in names:
-            whole = os.path.join(directory, name)
-            with suppress(FileNotFoundError):
-                yield whole, os.lstat(whole)
-
-
 def item_kind(place: Place) -> ItemKind | None:
     """The kind of item in a directory; None if it holds no item."""
     names = place.signs()
@@ -496,11 +417,6 @@ def item_kind(place: Place) -> ItemKind | None:
     # A step may hold files of an item's names; an item that was saved without a manager names one handler for itself.
     kind = kind_of_item([name for name in names if name != paths.STEP_METADATA])
     return kind if kind is not None and "" in item_handlers(place) else None
-
-
-def json_name(place: Place) -> str | None:
-    """The file of a JSON item; None where there is none."""
-    return json_name_in(place.names())
 
 
 def json_value(place: Place, name: str) -> Any:
@@ -514,11 +430,6 @@ def json_value(place: Place, name: str) -> Any:
 def step_items(place: Place) -> list[str]:
     """The directories in a step that are its items."""
     return [name for name in place.directories() if name != paths.SIDECAR_DIR]
-
-
-def is_slot_directory(names: list[str]) -> bool:
-    """Whether these are the names of a fast tier's slot directory."""
-    return any(paths.slot_index(name) is not None or paths.save_of_manifest(name) for name in names)
 
 
 def item_handlers(place: Place) -> dict[str, str]:

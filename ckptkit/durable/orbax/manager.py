@@ -1,6 +1,6 @@
 """Orbax's own `CheckpointManager`, made as the caller asked: its checks, handlers, metadata and reads are Orbax's.
 
-The private names of Orbax that the drop-in needs are used here and nowhere else; those of its files, in `files`."""
+The private names of Orbax that the drop-in needs are used in this package, and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint import options as _options
+from orbax.checkpoint._src.metadata import sharding as orbax_sharding
 from orbax.checkpoint._src.metadata import tree as orbax_tree
 from orbax.checkpoint._src.path import deleter
 from orbax.checkpoint.checkpoint_manager import CheckpointManager as OrbaxManager  # `patch_orbax` replaces `ocp`'s
@@ -74,24 +74,10 @@ _KEY_HANDLERS = (ocp.handlers.JaxRandomKeyCheckpointHandler, ocp.handlers.NumpyR
 _TREE_LAYOUT = ("_use_ocdbt", "_use_zarr3", "_type_handler_registry", "_primary_host", "_pytree_metadata_options")
 _TREE_KINDS = {"StandardCheckpointHandler": ocp.args.StandardRestore, "PyTreeCheckpointHandler": ocp.args.PyTreeRestore}
 _NAMING = ("_filename", "_checkpoint_name", "_key_name")  # the settings of the small handlers
+_GIVEN_HANDLERS = ("checkpointers", "item_handlers", "handler_registry")  # arguments of Orbax's constructor
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The arguments of Orbax's constructor besides directory and options."""
-
-    checkpointers: Any = None
-    metadata: Mapping[str, Any] | None = None
-    item_names: Any = None
-    item_handlers: Any = None
-    handler_registry: Any = None
-
-
-class QuietLogger(ocp.logging.AbstractLogger):
-    """Logs nothing: the manager logs each save and restore once, whichever code writes it."""
-
-    def log_entry(self, entry: Any) -> None:
-        """Drops the entry."""
+sharding_metadata = orbax_sharding.from_jax_sharding  # Orbax's record of a sharding
+tree_metadata = orbax_tree.build_default_tree_metadata  # Orbax's record of the metadata of a tree
 
 
 def refuse_options(options: ocp.CheckpointManagerOptions, url: str) -> None:
@@ -126,7 +112,7 @@ def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.Ch
     """`options` with commit markers, for a bucket that Orbax does not recognise, such as `s3://`. Without markers it
     would take every name there for a committed step, and rename its files object by object. The caller's choices stay.
 
-    On a mount Orbax lists by names, and reads what it had renamed there, with or without a mark (see `strike_foreign`).
+    On a mount Orbax lists by names, and reads what it had renamed there, with or without a mark (see `_Manager`).
     """
     properties = properties_of(url)
     if properties.atomic_rename or properties.known_to_orbax:
@@ -147,26 +133,6 @@ def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.Ch
     )
 
 
-def look_afresh(manager: ocp.CheckpointManager) -> None:
-    """Makes Orbax's manager look for its steps in the storage, not in cached listings of a bucket: it would take the
-    cached steps for the existing ones, and never prune the others."""
-    forget_listings(root_url(str(manager.directory)))
-    manager.reload()
-    strike_foreign(manager)
-
-
-def strike_foreign(manager: ocp.CheckpointManager) -> None:
-    """Strikes out of a manager's books the directories that Orbax takes for steps by their names alone: its policies
-    would count them, and delete them as old. In a bucket Orbax asks for a mark.
-
-    Cost: on a disk or a mount a listing of each step.
-    """
-    url = root_url(str(manager.directory))
-    if properties_of(url).file_system and has_standard_names(manager):
-        steps = committed_steps(url, manager._step_name_format)
-        manager._checkpoints.delete_if(lambda info: info.step not in steps)
-
-
 def has_standard_names(manager: ocp.CheckpointManager) -> bool:
     """Whether steps have one of Orbax's standard names, and are committed as their storage does by itself."""
     names = manager._step_name_format
@@ -178,13 +144,24 @@ def has_standard_names(manager: ocp.CheckpointManager) -> bool:
 
 
 class _Manager(OrbaxManager):
-    """Orbax's manager, which lists the steps again where one was deleted under the look: Orbax raises."""
+    """Orbax's manager, which lists the steps again where one was deleted under the look: Orbax raises.
+
+    Its books are without the directories that Orbax takes for steps by their names alone: its policies would count
+    them, and delete them as old. In a bucket Orbax asks for a mark. Cost: on a disk or a mount a listing of each step.
+    """
 
     def _load_checkpoint_infos(self, *args: Any, **kwargs: Any) -> Any:
         for _ in range(_LOOKS - 1):
             with suppress(FileNotFoundError):
-                return super()._load_checkpoint_infos(*args, **kwargs)
-        return super()._load_checkpoint_infos(*args, **kwargs)
+                return self._steps_of(super()._load_checkpoint_infos(*args, **kwargs))
+        return self._steps_of(super()._load_checkpoint_infos(*args, **kwargs))
+
+    def _steps_of(self, infos: list[Any]) -> list[Any]:
+        url = root_url(str(self.directory))
+        if not (properties_of(url).file_system and has_standard_names(self)):
+            return infos
+        steps = committed_steps(url, self._step_name_format)
+        return [info for info in infos if info.step in steps]
 
 
 class StockManager:
@@ -193,20 +170,12 @@ class StockManager:
     Raises what Orbax's constructor raises, for the same arguments.
     """
 
-    def __init__(self, url: str, options: ocp.CheckpointManagerOptions, setup: Setup):
-        self.orbax = _Manager(
-            url,
-            setup.checkpointers,
-            options=options,
-            metadata=setup.metadata,
-            item_names=setup.item_names,
-            item_handlers=setup.item_handlers,
-            handler_registry=setup.handler_registry,
-            logger=QuietLogger(),
-        )
-        self.has_given_handlers = any((setup.checkpointers, setup.item_handlers, setup.handler_registry))
+    def __init__(self, url: str, options: ocp.CheckpointManagerOptions, setup: Mapping[str, Any]):
+        """`setup`: the other arguments of Orbax's constructor, by name."""
+        # It logs nothing: the manager logs each save and restore once, whichever code writes it.
+        self.orbax = _Manager(url, options=options, logger=ocp.logging.CompositeLogger(), **setup)
+        self.has_given_handlers = any(map(setup.get, _GIVEN_HANDLERS))
         carry_handlers(self.orbax)
-        strike_foreign(self.orbax)
         self._stale = False  # the books: a look after a failed save failed too
         self.unmanaged: set[int] = set()  # in a bucket: what has a mark, and was found to be no step of a manager
 
@@ -286,8 +255,9 @@ class StockManager:
 
     def look(self) -> None:
         """Has Orbax's books list the steps as the storage has them: in the order of their numbers. Raises what Orbax
-        raises."""
-        look_afresh(self.orbax)
+        raises. From cached listings of a bucket, Orbax would never prune the steps that are not in them."""
+        forget_listings(root_url(str(self.orbax.directory)))
+        self.orbax.reload()
         self._stale = False
 
     def look_again(self) -> None:
@@ -301,7 +271,7 @@ class StockManager:
         with suppress(Exception):  # the storage is why the save failed
             forget_listings(root_url(str(self.orbax.directory)))
             if list(self.listed()) != sorted(self.orbax.all_steps()):
-                look_afresh(self.orbax)
+                self.look()
             self._stale = False
 
     def known(self) -> list[int]:
@@ -353,7 +323,7 @@ class StockManager:
         try:
             self.orbax.wait_until_finished()
         except Exception:  # noqa: BLE001  Orbax raises it once per thread; it was reported already
-            look_afresh(self.orbax)
+            self.look()
 
     def close(self) -> None:
         """Ends Orbax's manager."""
@@ -396,22 +366,3 @@ def put_aside(step: int, url: str, options: ocp.CheckpointManagerOptions) -> boo
         todelete_full_path=options.todelete_full_path,
     ).delete(step)
     return True
-
-
-def step_metadata(**known: Any) -> Any:
-    """Orbax's record of what is known of a step."""
-    return checkpoint_manager.StepMetadata(**known)
-
-
-def sharding_metadata(sharding: jax.sharding.Sharding) -> Any:
-    """Orbax's words for a sharding; None for the kinds that it has none for."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
-    return None
-
-
-def tree_metadata(tree: Any) -> Any:
-    """Orbax's record of the metadata of a tree."""
-    return orbax_tree.build_default_tree_metadata(tree)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint import checkpoint_managers as policies
 
 
@@ -20,7 +21,8 @@ class BranchPreservation:
 
     def __init__(self, options: ocp.CheckpointManagerOptions, order: Callable[[int], Any]):
         self._order = order
-        self._policy: Any = _in_one_order(options.preservation_policy or _default_policy(options))
+        default = checkpoint_manager._get_default_preservation_policy
+        self._policy: Any = _in_one_order(options.preservation_policy or default(options))
         self._keeps_newest = options.best_fn is not None and options.preservation_policy is None
 
     def doomed(self, checkpoints: Sequence[Any], abandoned: Collection[int]) -> list[int]:
@@ -111,24 +113,3 @@ def without_deletions(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointMa
         todelete_full_path=None,
         enable_background_delete=False,
     )
-
-
-def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:
-    """The policy that Orbax builds from its options when none is given."""
-    chosen: list[Any] = []
-    if options.keep_period is not None:
-        chosen.append(policies.preservation_policy.EveryNSteps(options.keep_period))
-    if options.keep_time_interval is not None:
-        seconds = int(options.keep_time_interval.total_seconds())
-        chosen.append(policies.preservation_policy.EveryNSeconds(interval_secs=seconds))
-    if options.best_fn is None:
-        chosen.append(policies.preservation_policy.LatestN(n=options.max_to_keep))
-    else:
-        best = policies.preservation_policy.BestN(
-            get_metric_fn=options.best_fn,
-            reverse=options.best_mode == "min",
-            n=options.max_to_keep,
-            keep_checkpoints_without_metrics=options.keep_checkpoints_without_metrics,
-        )
-        chosen.append(best)
-    return policies.preservation_policy.AnyPreservationPolicy(chosen)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ckptkit.durable.lifecycle.root_record import certified_saves, certify_saves
+from ckptkit.durable.lifecycle.root_record import certified_saves
+from ckptkit.guard.replaying import certify_saves
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import MemoryStore
