@@ -20,7 +20,14 @@ from ckptkit.util.words import count_text
 Needed = Literal["get", "list", "create", "delete"]
 Ask = Callable[..., Any]  # the name of a method of fsspec's file system, and its arguments
 
-BUCKET = Properties(file_system=False, round_trips=True, atomic_rename=False, generations=False, known_to_orbax=False)
+BUCKET = Properties(
+    file_system=False,
+    round_trips=True,
+    atomic_rename=False,
+    generations=False,
+    may_ignore_conditions=True,
+    known_to_orbax=False,
+)
 # Of any other, gcsfs takes a part for a generation or leaves out the blank that it begins with, `rm` takes a pattern.
 PLAIN_PATH = re.compile(r"/?[\w.-]+/(?! )[\w./=+,~ -]+")
 _CALLER = re.compile(r"(Anonymous caller|[\w.+-]+@[\w.-]+\w) does not have")
@@ -100,7 +107,7 @@ def _gs_caller(client: Any) -> str:
 
 
 GS = Backend(
-    properties=replace(BUCKET, generations=True, known_to_orbax=True),
+    properties=replace(BUCKET, generations=True, may_ignore_conditions=False, known_to_orbax=True),
     access=Access(
         permissions={each: f"storage.objects.{each}" for each in ("get", "list", "create", "delete")},
         grant="storage.objects.get, .list, .create and .delete",

@@ -156,6 +156,21 @@ def test_claim_succeeds_for_one_writer_only(root: str) -> None:
     assert store.get("claim") == b"first"
 
 
+def test_service_that_ignores_conditions_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs would claim one epoch, and one would overwrite the other's steps, without an error."""
+    put_object = s3_responses.S3Response.put_object
+
+    def ignores(self: Any) -> Any:
+        self.headers = {name: value for name, value in self.headers.items() if name.lower() != "if-none-match"}
+        return put_object(self)
+
+    monkeypatch.setattr(s3_responses.S3Response, "put_object", ignores)
+    with ckptkit.CheckpointManager(root) as manager:
+        manager.save(1, args=ocp.args.StandardSave(make_state(1)))
+        with pytest.raises(ckptkit.SaveFailedError, match=r"stored .*00000001\.json twice, .* use a service that obeys"):
+            manager.wait_until_finished()
+
+
 def test_object_put_after_a_listing_is_seen(root: str) -> None:
     """s3fs trusts its cached listing: of two runs that claim one epoch, the second would be told that the record is
     missing, instead of the other run."""

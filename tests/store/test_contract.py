@@ -90,7 +90,12 @@ def test_paths_are_a_file_system_s(root: str) -> None:
 def test_unknown_scheme_has_the_properties_of_any_bucket(root: str) -> None:
     """If it failed, generations would be asked of a service that has none, or Orbax not be told of its marks."""
     expected = Properties(
-        file_system=False, round_trips=True, atomic_rename=False, generations=False, known_to_orbax=False
+        file_system=False,
+        round_trips=True,
+        atomic_rename=False,
+        generations=False,
+        may_ignore_conditions=True,
+        known_to_orbax=False,
     )
     assert properties_of(root) == expected
 

@@ -390,7 +390,8 @@ class EpochRecords:
         self._store.delete(key)
 
     def write(self, ancestry: Ancestry) -> None:
-        """Claims `ancestry.epoch`; raises `FileExistsError` where another run has claimed it.
+        """Claims `ancestry.epoch`; raises `FileExistsError` where another run has claimed it. Raises `StoreError` where
+        the service would let two runs claim it: each claim is put twice if that is possible.
 
         The record is the claim; its copy follows, and is written again by the next call where it did not land.
         """
@@ -423,6 +424,13 @@ class EpochRecords:
             raise FileExistsError(f"{self._store.url}/{copy} exists")  # of a claim whose record is missing
         try:
             self._store.put(key, record, mode="create")
+            if self._store.properties.may_ignore_conditions:
+                self._store.put(key, record, mode="create")
+                raise StoreError(
+                    f"{self._store.url}: the service stored {key} twice, and the second request had a condition "
+                    "(If-None-Match) that forbids it. There two runs could write one root: use a service that obeys it",
+                    path=self._store.url,
+                )
         except FileExistsError:
             if self._store.get(key) != record:  # a put that landed and reported an error is this run's own
                 raise
