@@ -13,7 +13,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.cells.pacing import Pace, spread_start
-from ckptkit.durable.cells.placed import PlacedCells, PlacedRanges
+from ckptkit.durable.cells.placed import PlacedCells, PlacedRanges, Places
 from ckptkit.durable.cells.reader import CellReader, Wanted
 from ckptkit.durable.cells.tensorstore_wait import (
     awaited,
@@ -48,6 +48,7 @@ from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, ManifestDept
 from ckptkit.store import Store, all_of
 from ckptkit.store.base import checked_key
 
+_KEYS_MAX = 500_000  # of a database whose places are read as a whole; of a larger one TensorStore finds those wanted
 _JOINED_BYTES = 64 << 20  # of a joined record of a large job: it may take as long as so much
 
 
@@ -84,7 +85,8 @@ class DurableReader:
         self._pace = pace or Pace(profile.read_bytes_per_s)
         self._store: Store = small_objects(self._url, profile)
         self._cells = CellReader(self._url, profile)
-        self._placed = (PlacedRanges if self.round_trips else PlacedCells)(self._url, profile)
+        self._places = Places(self._url, profile, _KEYS_MAX if self.round_trips else None)
+        self._placed = (PlacedRanges if self.round_trips else PlacedCells)(self._places)
         self._ahead: Future[list[Manifest]] | None = None
         self.without_sidecars: tuple[str, ...] = ()  # items, once `manifests` has returned
         self._last_file = ("", b"")
@@ -136,7 +138,7 @@ class DurableReader:
 
         def on_listed() -> None:
             if to_read:
-                self._placed.open(item)
+                self._places.of(item)
 
         return own_sidecars(Place(self._store, item), joined=joined, on_listed=on_listed)
 
@@ -229,7 +231,7 @@ class DurableReader:
 
     def inline(self, item: str) -> dict[str, bytes]:
         """The small values of the tree of an item, by key; none where it is not understood. Cost: its nodes, once."""
-        return self._placed.inline(item)
+        return self._places.inline(item)
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""
@@ -261,7 +263,7 @@ class DurableReader:
         """
         if is_file(leaf):
             return self._of_file(item, leaf, cell.start[0], cell.stop[0])
-        if self._placed.describes(item, leaf):  # TensorStore would give these bytes, ten times as slowly
+        if self._places.describes(item, leaf):  # TensorStore would give these bytes, ten times as slowly
             found = np.empty(cell.shape, np.dtype(leaf.dtype))
             if self._placed.fill(item, leaf, cell, found.reshape(-1).view(np.uint8)):
                 return found

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.durable.cells.placed import PlacedCells
+from ckptkit.durable.cells.placed import Places
 from ckptkit.durable.lifecycle.classify import grain_names_in
 from ckptkit.durable.lifecycle.places import (
     Place,
@@ -151,11 +151,11 @@ def _with_sharers(place: Place, looked: _Looked, damaged: Sequence[Finding]) -> 
         yield from damaged
         return
     step_url = step_url_of(place, items_of(place)[0])
-    cells = PlacedCells(step_url, DurableProfile())
+    places = Places(step_url, DurableProfile())
     for each in damaged:
         leaf, steps = looked.records.get((each.item, each.leaf)), ()
         if leaf is not None and each.item is not None and each.box is not None:
-            path = f"{step_url}/{cells.file_of(each.item, leaf, each.box)}".removeprefix(f"{place.url}/")
+            path = f"{step_url}/{places.file_of(each.item, leaf, each.box)}".removeprefix(f"{place.url}/")
             steps = shared[path].steps if path in shared else ()
         yield replace(each, shared_with=steps)
 
