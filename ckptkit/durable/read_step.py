@@ -128,8 +128,8 @@ class DurableReader:
         )
         self.without_sidecars = tuple(item for item, own in found.items() if not own)
         self._require_sidecars(self.without_sidecars)
-        if not any(found.values()):
-            self._require_items(items)
+        if self._item is None and not any(found.values()) and marked_in(Place(self._store)) is not None:
+            self.require_all_items(items)  # a step of ours without any sidecar has no arrays, or has lost their items
         return with_file_leaves(self._of_one_step({item: own for item, own in found.items() if own}))
 
     def _gathered(self, item: str, to_read: bool) -> dict[int, Manifest]:
@@ -158,16 +158,10 @@ class DurableReader:
         if lost:
             raise self._corrupt("; ".join(lost))
 
-    def _require_items(self, items: Sequence[str]) -> None:
-        """A step of ours without any sidecar has no arrays, or has lost the items that held them."""
-        if self._item is None and self._marked() is not None:
-            self._require_named_items(items)
-
-    def require_all_items(self) -> None:
-        """Raises `CorruptCheckpointError` if the step has lost the directory of an item. Cost: a small read."""
-        self._require_named_items(self.item_names())
-
-    def _require_named_items(self, items: Sequence[str]) -> None:
+    def require_all_items(self, items: Sequence[str] | None = None) -> None:
+        """Raises `CorruptCheckpointError` if the step has lost the directory of an item. `items` are those that it has,
+        where they are known. Cost: a small read."""
+        items = self.item_names() if items is None else items
         if (why := missing_items(self._url, item_handlers(Place(self._store)), items)) is not None:
             raise self._corrupt(why)
 
@@ -180,26 +174,14 @@ class DurableReader:
         Cost: a small read of the marker; if that names no save, a listing and a read of a sidecar. Raises
         `CorruptCheckpointError` if the marker names no save, and a sidecar is damaged or all are missing.
         """
-        named = self.marked()
-        if named is not None:
+        named = marked_in(Place(self._store))
+        if named is not None and named.step == self._step:
             return named
         items = self.item_names()
         for item in items:
             if (first := self._first_sidecar(item, "head")) is not None:
                 return first.save_id
         self._require_sidecars(items)
-        return self.save_id_in_metadata()
-
-    def marked(self) -> SaveId | None:
-        """The save of this step that its marker names. Cost: a small read."""
-        named = self._marked()
-        return named if named is not None and named.step == self._step else None
-
-    def _marked(self) -> SaveId | None:
-        return marked_in(Place(self._store))
-
-    def save_id_in_metadata(self) -> SaveId | None:
-        """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
         with suppress(CorruptCheckpointError):
             return save_in_metadata(Place(self._store))
         return None
