@@ -32,10 +32,10 @@ from ckptkit.durable.lifecycle.step_records import items_missing, own_sidecars, 
 from ckptkit.durable.orbax.host_shards import STRINGS_FILE, is_text_leaf
 from ckptkit.durable.read_step import DurableReader, without_identity
 from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
-from ckptkit.durable.stored_arrays import read_arrays
 from ckptkit.errors import BeyondLimitError, CorruptCheckpointError, NewerFormatError, StoreError, internal_error
 from ckptkit.inspection.shares import joined_problems, leaf_of_record
 from ckptkit.inspection.sharing import shared_files, steps_words
+from ckptkit.inspection.stored_arrays import read_arrays
 from ckptkit.model.boxes import Box
 from ckptkit.model.cells import digested_cells
 from ckptkit.model.digests import digest_of

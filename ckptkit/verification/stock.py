@@ -24,8 +24,8 @@ import zstandard
 from ckptkit.durable.cells.placed import PlacedCells, Places
 from ckptkit.durable.cells.tensorstore_wait import finished
 from ckptkit.durable.lifecycle.places import Place, item_kind, json_name, json_value
-from ckptkit.durable.stored_arrays import ChunkGrid, StoredArray, open_kvstore, read_arrays, stores_all
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.stored_arrays import ChunkGrid, StoredArray, open_kvstore, read_arrays, stores_all
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile

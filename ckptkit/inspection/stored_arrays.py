@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.aggregate import read_aggregate
 from ckptkit.durable.cells.ocdbt import places
 from ckptkit.durable.cells.tensorstore_wait import base_of, finished
 from ckptkit.durable.lifecycle.places import Place, readable
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.aggregate import read_aggregate
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_info import LeafInfo, dtype_name, name_of, sharding_words
 from ckptkit.model.manifest_checks import BYTES_MAX
