@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ckptkit.diagnosis.rules import RULES as RULES
     from ckptkit.diagnosis.sharding import sharding_report as sharding_report
     from ckptkit.diagnosis.tuner.explaining import explain as explain
+    from ckptkit.diagnosis.tuner.forecasting import SaveForecast as SaveForecast
     from ckptkit.diagnosis.tuner.proposing import tune as tune
-    from ckptkit.durable.cells.forecast import SaveForecast as SaveForecast
     from ckptkit.inspection.layouts import LayoutFinding as LayoutFinding
     from ckptkit.inspection.layouts import ShardingReport as ShardingReport
 

@@ -12,8 +12,8 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT, OutputFile, size
 from ckptkit.cli.text import count_text, print_json, print_line, print_part, print_table, size_text
 from ckptkit.diagnosis.tuner import Proposal, TunePlan, explain_checkpoint, measure, plan_tune
+from ckptkit.diagnosis.tuner.forecasting import SaveForecast
 from ckptkit.diagnosis.tuner.proposing import PROBE_BYTES
-from ckptkit.durable.cells.forecast import SaveForecast
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.util.clock import time_text

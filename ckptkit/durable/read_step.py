@@ -13,7 +13,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.cells.pacing import Pace, spread_start
-from ckptkit.durable.cells.placed import PlacedCells, PlacedRanges
+from ckptkit.durable.cells.placed import PlacedCells, PlacedRanges, Places
 from ckptkit.durable.cells.reader import CellReader, Wanted
 from ckptkit.durable.cells.tensorstore_wait import (
     awaited,
@@ -48,6 +48,7 @@ from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, ManifestDept
 from ckptkit.store import Store, all_of
 from ckptkit.store.base import checked_key
 
+_KEYS_MAX = 500_000  # of a database whose places are read as a whole; of a larger one TensorStore finds those wanted
 _JOINED_BYTES = 64 << 20  # of a joined record of a large job: it may take as long as so much
 
 
@@ -84,7 +85,8 @@ class DurableReader:
         self._pace = pace or Pace(profile.read_bytes_per_s)
         self._store: Store = small_objects(self._url, profile)
         self._cells = CellReader(self._url, profile)
-        self._placed = (PlacedRanges if self.round_trips else PlacedCells)(self._url, profile)
+        self._places = Places(self._url, profile, _KEYS_MAX if self.round_trips else None)
+        self._placed = (PlacedRanges if self.round_trips else PlacedCells)(self._places)
         self._ahead: Future[list[Manifest]] | None = None
         self.without_sidecars: tuple[str, ...] = ()  # items, once `manifests` has returned
         self._last_file = ("", b"")
@@ -126,8 +128,8 @@ class DurableReader:
         )
         self.without_sidecars = tuple(item for item, own in found.items() if not own)
         self._require_sidecars(self.without_sidecars)
-        if not any(found.values()):
-            self._require_items(items)
+        if self._item is None and not any(found.values()) and marked_in(Place(self._store)) is not None:
+            self.require_all_items(items)  # a step of ours without any sidecar has no arrays, or has lost their items
         return with_file_leaves(self._of_one_step({item: own for item, own in found.items() if own}))
 
     def _gathered(self, item: str, to_read: bool) -> dict[int, Manifest]:
@@ -136,7 +138,7 @@ class DurableReader:
 
         def on_listed() -> None:
             if to_read:
-                self._placed.open(item)
+                self._places.of(item)
 
         return own_sidecars(Place(self._store, item), joined=joined, on_listed=on_listed)
 
@@ -156,16 +158,10 @@ class DurableReader:
         if lost:
             raise self._corrupt("; ".join(lost))
 
-    def _require_items(self, items: Sequence[str]) -> None:
-        """A step of ours without any sidecar has no arrays, or has lost the items that held them."""
-        if self._item is None and self._marked() is not None:
-            self._require_named_items(items)
-
-    def require_all_items(self) -> None:
-        """Raises `CorruptCheckpointError` if the step has lost the directory of an item. Cost: a small read."""
-        self._require_named_items(self.item_names())
-
-    def _require_named_items(self, items: Sequence[str]) -> None:
+    def require_all_items(self, items: Sequence[str] | None = None) -> None:
+        """Raises `CorruptCheckpointError` if the step has lost the directory of an item. `items` are those that it has,
+        where they are known. Cost: a small read."""
+        items = self.item_names() if items is None else items
         if (why := missing_items(self._url, item_handlers(Place(self._store)), items)) is not None:
             raise self._corrupt(why)
 
@@ -178,26 +174,14 @@ class DurableReader:
         Cost: a small read of the marker; if that names no save, a listing and a read of a sidecar. Raises
         `CorruptCheckpointError` if the marker names no save, and a sidecar is damaged or all are missing.
         """
-        named = self.marked()
-        if named is not None:
+        named = marked_in(Place(self._store))
+        if named is not None and named.step == self._step:
             return named
         items = self.item_names()
         for item in items:
             if (first := self._first_sidecar(item, "head")) is not None:
                 return first.save_id
         self._require_sidecars(items)
-        return self.save_id_in_metadata()
-
-    def marked(self) -> SaveId | None:
-        """The save of this step that its marker names. Cost: a small read."""
-        named = self._marked()
-        return named if named is not None and named.step == self._step else None
-
-    def _marked(self) -> SaveId | None:
-        return marked_in(Place(self._store))
-
-    def save_id_in_metadata(self) -> SaveId | None:
-        """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
         with suppress(CorruptCheckpointError):
             return save_in_metadata(Place(self._store))
         return None
@@ -229,7 +213,7 @@ class DurableReader:
 
     def inline(self, item: str) -> dict[str, bytes]:
         """The small values of the tree of an item, by key; none where it is not understood. Cost: its nodes, once."""
-        return self._placed.inline(item)
+        return self._places.inline(item)
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""
@@ -261,7 +245,7 @@ class DurableReader:
         """
         if is_file(leaf):
             return self._of_file(item, leaf, cell.start[0], cell.stop[0])
-        if self._placed.describes(item, leaf):  # TensorStore would give these bytes, ten times as slowly
+        if self._places.describes(item, leaf):  # TensorStore would give these bytes, ten times as slowly
             found = np.empty(cell.shape, np.dtype(leaf.dtype))
             if self._placed.fill(item, leaf, cell, found.reshape(-1).view(np.uint8)):
                 return found

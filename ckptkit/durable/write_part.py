@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
 
@@ -48,13 +48,9 @@ class PartWriter:
         place: str,
         items: Mapping[str, DurableItem],
         profile: DurableProfile,
-        ready: Callable[[], None] = lambda: None,
         left_out: Collection[str] = (),
     ) -> None:
-        """Everything of this process but the files `left_out`, encoded meanwhile, once `ready` has returned.
-
-        An item without a name is in `place` itself.
-        """
+        """Everything of this process but the files `left_out`. An item without a name is in `place` itself."""
         # On a disk all is synced at the end, side by side: one by one takes a turn of the disk for each file.
         on_disk = properties_of(place).file_system
         store = LocalStore(place, durable=False) if on_disk else small_objects(place, profile)
@@ -62,7 +58,6 @@ class PartWriter:
             puts: list[Future[None]] = []
 
             def put_file(key: str, data: Any) -> None:
-                ready()
                 if isinstance(data, np.ndarray) and not on_disk:
                     put(large_objects(place, profile, data.nbytes), key, data.tobytes())
                 else:
@@ -80,20 +75,17 @@ class PartWriter:
                 files = self._side_files(args)
                 puts += [pool.submit(put_file, _key(item, file), data) for file, data in files.items()]
                 del files  # each put frees its own: a manifest is large
-                record = self._write_arrays(place, item, args.item, of_item(profile, args), ready)
+                record = self._write_arrays(place, item, args.item, of_item(profile, args))
                 if record is not None:
                     name = paths.unchanged_name(self._process)
                     puts.append(pool.submit(put_file, _key(item, f"{paths.SIDECAR_DIR}/{name}"), record))
                 args.on_written()
-            ready()
             for each in puts:
                 each.result()
             if on_disk:
                 list(pool.map(sync, _written_below(place)))
 
-    def _write_arrays(
-        self, place: str, item: str, tree: Any, profile: DurableProfile, ready: Callable[[], None]
-    ) -> bytes | None:
+    def _write_arrays(self, place: str, item: str, tree: Any, profile: DurableProfile) -> bytes | None:
         """Returns the record of the files that the next step may take over; None where there are none."""
         process, count, directory = self._process, self._count, f"{place}/{item}".rstrip("/")
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -106,11 +98,11 @@ class PartWriter:
             if isinstance(leaf, HostShards) or (process == 0 and not isinstance(leaf, str))
         ]
         below = part.removeprefix(place)
-        plan = self._sharing.take_over(item, [record for record, _ in own], place, below, profile, ready)
+        plan = self._sharing.take_over(item, [record for record, _ in own], place, below, profile)
         taken = plan.taken_leaves
         apart = [(record, blocks) for record, blocks in own if record.name in plan.apart]
         rest = [(record, () if record.name in taken | plan.apart else blocks) for record, blocks in own]
-        cells = CellWriter(part, profile, self._pace, ready=ready, expected=[*apart, *rest], sharing=plan)
+        cells = CellWriter(part, profile, self._pace, expected=[*apart, *rest], sharing=plan)
         try:
             for record, blocks in apart:
                 cells.add(record, blocks, describe=False)

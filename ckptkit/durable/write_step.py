@@ -13,7 +13,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, final
 
@@ -34,7 +34,6 @@ from ckptkit.model.digests import digest_of
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord, SaveId
 from ckptkit.store import Store, all_of
-from ckptkit.store.backends import properties_of
 
 
 def refuse_unwritable(records: Iterable[LeafRecord]) -> None:
@@ -94,16 +93,12 @@ class StepWriter:
         """
         init_ns = time.time_ns()
         begun: list[DiskAttempt | MarkAttempt] = []  # on process 0
-        beginning: Future[None] | None = None
 
         def start(told: list[tuple[str | None, list[str]]]) -> tuple[str, Any, int, list[list[str]]]:
-            nonlocal beginning
             _refuse_different([alone for alone, _ in told], name)
             attempt = make_attempt(self._url, name, save_id, self._mode)
             begun.append(attempt)
-            beginning = aside.submit(attempt.begin)
-            if self._coordinator.count > 1 or properties_of(self._url).file_system:
-                beginning.result()  # others put files into the place once they know it, or it has to exist
+            attempt.begin()
             elsewhere = _written_elsewhere([files for _, files in told])
             return attempt.place, self._profile.compression, self._profile.copied_bytes, elsewhere
 
@@ -111,23 +106,21 @@ class StepWriter:
             self._finish(place, items, init_ns, custom_metadata, check_epoch)
             begun[0].commit()
 
-        with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-attempt") as aside:
-            try:
-                # Process 0 describes the leaves: the others must encode them in the same way.
-                own = (
-                    _digest_of_lone(items),
-                    [_short(key) for key in _file_keys(items)] if self._coordinator.count > 1 else [],
-                )
-                place, compression, copied_bytes, elsewhere = self._coordinator.agree("step-begun", own, start)
-                profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
-                ready = beginning.result if beginning is not None else lambda: None
-                left_out = {key for key in _file_keys(items) if _short(key) in elsewhere[self._coordinator.process]}
-                self._sharing.begin(save_id, last)
-                self._write_at(place, items, profile, ready, finish, left_out)
-            except BaseException:
-                for attempt in begun:
-                    attempt.give_up()
-                raise
+        try:
+            # Process 0 describes the leaves: the others must encode them in the same way.
+            own = (
+                _digest_of_lone(items),
+                [_short(key) for key in _file_keys(items)] if self._coordinator.count > 1 else [],
+            )
+            place, compression, copied_bytes, elsewhere = self._coordinator.agree("step-begun", own, start)
+            profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
+            left_out = {key for key in _file_keys(items) if _short(key) in elsewhere[self._coordinator.process]}
+            self._sharing.begin(save_id, last)
+            self._write_at(place, items, profile, finish, left_out)
+        except BaseException:
+            for attempt in begun:
+                attempt.give_up()
+            raise
         self._sharing.committed(f"{self._url}/{name}", save_id.step)
         return begun[0].tidy if begun else lambda: None
 
@@ -136,7 +129,6 @@ class StepWriter:
         place: str,
         items: Mapping[str, DurableItem],
         profile: DurableProfile,
-        ready: Callable[[], None],
         finish: Callable[[str], None],
         left_out: Collection[str],
     ) -> None:
@@ -146,7 +138,7 @@ class StepWriter:
             nonlocal error
             try:
                 spread_start(profile, place)
-                self._part.write(place, items, profile, ready, left_out)
+                self._part.write(place, items, profile, left_out)
             except Exception as caught:  # noqa: BLE001  reported to the other processes, which would wait for this part
                 error = caught
 

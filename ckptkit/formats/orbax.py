@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.aggregate import read_aggregate
 from ckptkit.durable.lifecycle.places import Place, nothing_at
 from ckptkit.durable.lifecycle.step_records import own_sidecars
 from ckptkit.durable.read_step import DurableReader
-from ckptkit.durable.stored_arrays import StoredArray, stores_all
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.tensors import Checkpoint, FormatFacts, Tensor
 from ckptkit.inspection import Inspection, Item
+from ckptkit.inspection.aggregate import read_aggregate
 from ckptkit.inspection.shares import leaf_of_record, read_share, read_shares
+from ckptkit.inspection.stored_arrays import StoredArray, stores_all
 from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.manifest import BoxRecord, LeafRecord

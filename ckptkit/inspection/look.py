@@ -32,13 +32,13 @@ from ckptkit.durable.lifecycle.step_records import (
     sidecars_lost,
 )
 from ckptkit.durable.sidecars import incomplete
-from ckptkit.durable.stored_arrays import read_arrays
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.records import Inspection, Item, SaveOrigin
 from ckptkit.inspection.roots import nothing_there, read_ancestry, require_whole
 from ckptkit.inspection.shares import Share, items_of_manifest, leaf_of_record, read_share, read_shares
 from ckptkit.inspection.sharing import shared_files
 from ckptkit.inspection.sizes import stored_bytes
+from ckptkit.inspection.stored_arrays import read_arrays
 from ckptkit.model import paths
 from ckptkit.model.leaf_info import sharding_words
 from ckptkit.model.manifest import Manifest, Writer

@@ -16,7 +16,7 @@ from ckptkit.manager.restore import Resumer
 from ckptkit.manager.stock import take_stock
 from ckptkit.restore.flow import Restore
 from ckptkit.restore.records import Restored
-from ckptkit.restore.request import Choose, RestoreRequest
+from ckptkit.restore.request import Choice, RestoreRequest
 
 _TIMEOUT_S = 60.0  # for the small reads of one step
 
@@ -125,14 +125,13 @@ class Catalog:
         """The metrics of a step as far as they are known without reading; None for none."""
         return self._history.metadata_index.cached_metrics(step)
 
-    def restore_chosen(self, step: int | None, choose: Choose) -> Restored:
-        """The part that `choose` picks of a step (None: of the newest that verifies completely), verified as in
+    def restore_chosen(self, step: int | None, choice: Choice) -> Restored:
+        """The part of a step (None: of the newest that verifies completely) that `choice` picks, verified as in
         `restore`.
 
-        Only what is picked is read. `choose` is given the stored leaves by item and returns nested dicts of those
-        that are wanted, on every process the same. The run does not continue from the step: this is a look, not a
-        rollback. Raises what `restore` and `choose` raise.
+        Only what is picked is read. `choice` picks the same on every process. The run does not continue from the step:
+        this is a look, not a rollback. Raises what `restore` and `choice` raise.
         """
         about = self._resumer.enter("restore_chosen", kind="restore")
-        wanted = RestoreRequest(args=None, default_item=None, choose=choose)
+        wanted = RestoreRequest(args=None, default_item=None, choice=choice)
         return self._flow.restore(Restore(step=step, wanted=wanted, about=about))

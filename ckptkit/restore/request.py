@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import EllipsisType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +22,30 @@ from ckptkit.snapshot.describe import LeafPath, kind_of_number, leaves_by_path, 
 from ckptkit.snapshot.empty_nodes import Empty, empties_of
 from ckptkit.snapshot.small_items import gives_back
 
-# From the stored leaves, by item, to nested dicts of those that are wanted: the same answer whenever it is asked.
-Choose = Callable[[Mapping[str, Sequence[LeafRecord]]], Mapping[str, Any]]
-
 Finish = Callable[[Any], Any]  # what is made of a leaf that was read
+
+
+class Choice(Protocol):
+    """A part of a save that is chosen once its leaves are known: the same part whenever it is asked."""
+
+    def choose(self, stored: Mapping[str, Sequence[LeafRecord]]) -> Mapping[str, Any]:
+        """From the stored leaves, by item, to nested dicts of those that are wanted."""
+        ...
+
+    def read_stock(self, step_url: str) -> dict[str, Any]:
+        """The part of a step that stock Orbax wrote, by item. Raises Orbax's errors."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """The request. `args` None means every item as it was saved, or the part that `choose` picks; None for one item
-    means as it was saved."""
+    """The request. `args` None means every item as it was saved, or the part of `choice`; None for one item means as it
+    was saved."""
 
     args: Mapping[str, Any] | None
     default_item: bool | None  # None: as the step was saved
     named: bool = False  # the manager's items have names since an earlier call: one of them may be called `default`
-    choose: Choose | None = None
+    choice: Choice | None = None
 
     def check_mode(self, held: set[str]) -> None:
         """Raises ValueError, as Orbax does, where named items are asked of a step of an unnamed one, or the reverse."""
@@ -92,8 +101,8 @@ def sorted_request(
     inline = {n: s["kind"] for m in manifests for n, s in m.inline.items() if s["kind"] != STRUCTURE}
     held = trees | set(inline) | set(unproven)
     wanted.check_mode(held)
-    if wanted.choose is not None:
-        chosen = wanted.choose({item: merged_leaves(manifests, item) for item in sorted(trees)})
+    if wanted.choice is not None:
+        chosen = wanted.choice.choose({item: merged_leaves(manifests, item) for item in sorted(trees)})
         return SortedRequest(trees={item: PartialTree(tree) for item, tree in chosen.items()})
     if wanted.args is None:
         names = {DEFAULT_ITEM} if wanted.default_item else held

@@ -6,42 +6,21 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.cells.tensorstore_wait import is_damage
 from ckptkit.durable.lifecycle.classify import json_name_in
 from ckptkit.durable.lifecycle.places import Place, item_kind, readable, step_items
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
-from ckptkit.durable.orbax.partial import elsewhere, read_item, read_leaves
+from ckptkit.durable.orbax.partial import elsewhere, read_item
 from ckptkit.durable.orbax.v1 import NEWER_HANDLER
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.durable.stored_arrays import read_arrays
 from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError
-from ckptkit.model.manifest import LeafRecord
 from ckptkit.model.paths import JSON_VALUE, JSON_VALUE_V1, STEP_METADATA
 from ckptkit.model.tiers import DURABLE
-from ckptkit.restore.request import Choose, RestoreRequest
+from ckptkit.restore.request import RestoreRequest
 
 _TIMEOUT_S = 60.0
-
-
-def choose_of_stock(step_url: str, choose: Choose) -> dict[str, Any]:
-    """The part that `choose` picks of a step (or of one item's own directory), by item; nothing else is read.
-
-    The bytes cannot be proven: stock Orbax keeps no digests.
-    """
-    items = _array_items(step_url)
-    chosen = choose({name: stock_records(place) for name, place in items.items()})
-    found = {}
-    for name, tree in chosen.items():
-        if name not in items:
-            raise CorruptCheckpointError(f"{step_url} has no array item {name!r}, only {sorted(items)}", path=step_url)
-        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        wanted = {tuple(str(key.key) for key in path): leaf for path, leaf in flat}
-        leaves = read_leaves(items[name].url, wanted) if wanted else {}
-        found[name] = jax.tree_util.tree_unflatten(treedef, [leaves[path] for path in wanted])
-    return found
 
 
 def as_saved(step_url: str, names: Iterable[str]) -> dict[str, Any]:
@@ -67,7 +46,7 @@ def whole_step(step_url: str) -> dict[str, Any] | None:
 
     Raises `ItemNotFoundError` for a step of the newer API with an item that only its own handler restores.
     """
-    arrays = _array_items(step_url)
+    arrays = array_items(step_url)
     moved = {name: elsewhere(place.url) for name, place in arrays.items()}
     step = Place.open(step_url, timeout_s=_TIMEOUT_S)
     if not any(moved.values()) and not _by_newer_api(step):
@@ -91,25 +70,8 @@ def _by_newer_api(step: Place) -> bool:
         return any(NEWER_HANDLER in str(name) for name in names)
 
 
-def stock_records(place: Place) -> list[LeafRecord]:
-    """The leaves of an item of stock Orbax, as records without boxes. Cost: a small read per leaf."""
-    leaves = read_arrays(place, timeout_s=_TIMEOUT_S).leaves
-    return [
-        LeafRecord(
-            path=leaf.path,
-            keys="d" * len(leaf.path),
-            kind="jax" if leaf.kind == "jax" else "numpy",
-            shape=leaf.shape,
-            dtype=leaf.dtype,
-            cell=leaf.cell,
-            extra={"key_impl": leaf.key_impl} if leaf.key_impl else {},
-        )
-        for leaf in leaves
-        if leaf.shape is not None and leaf.dtype is not None and leaf.cell is not None
-    ]
-
-
-def _array_items(step_url: str) -> dict[str, Place]:
+def array_items(step_url: str) -> dict[str, Place]:
+    """The items of arrays in a step, by name; of an item's own directory itself, as `default`."""
     place = Place.open(step_url, timeout_s=_TIMEOUT_S)
     if item_kind(place) == "arrays":  # an item's own directory, or a step that was saved without a manager
         return {"default": place}
@@ -181,8 +143,8 @@ def _restored(durable: DurableSteps, step: int, wanted: RestoreRequest) -> dict[
                 f'Item "{missing[0]}" was not found in step {step}. Available items: {sorted(held)}', step=step
             )
         return restore_items(durable, step, wanted.args)
-    if wanted.choose is not None:
-        return choose_of_stock(durable.reader(step).url, wanted.choose)
+    if wanted.choice is not None:
+        return wanted.choice.read_stock(durable.reader(step).url)
     if (found := whole_step(durable.reader(step).url)) is not None:
         return found
     found = durable.stock.orbax.restore(step)

@@ -32,12 +32,12 @@ from ckptkit.model.quantization import (
     scales_for,
     spread,
 )
-from ckptkit.restore.request import Choose
-from ckptkit.restore.stock_restore import choose_of_stock
+from ckptkit.restore.request import Choice
 from ckptkit.restore.tree import abstract_keys, key_shape, put_at
 from ckptkit.snapshot.abstract import state_of
 from ckptkit.store.roots import root_url
 from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
+from ckptkit.surgery.stock import read_chosen
 from ckptkit.util.own_context import own_context
 
 _LOOK_S = 60.0  # for the listing that distinguishes a root from a step
@@ -117,7 +117,7 @@ def restore_into(
         source, step, item = _in_its_root(root_url(source), item)
     surgery = _Surgery(state, tuple(rules), item)
     with _opened(source, step) as (read, where):
-        found, read_step, read_bytes, proven = read(surgery.choose)
+        found, read_step, read_bytes, proven = read(surgery)
     plan, name = surgery.planned()
     made, errors = _assembled(state, plan, found[name])
     return made, SurgeryReport(
@@ -147,6 +147,10 @@ class _Surgery:
             if origin.scale is not None and origin.act == "dequantised":
                 put_at(chosen, origin.scale.path, _wanted(leaf, origin.scale, whole=True))
         return {name: chosen.get("", chosen)}
+
+    def read_stock(self, step_url: str) -> dict[str, Any]:
+        """The leaves to read, from a step of stock Orbax or from one item's own directory."""
+        return read_chosen(step_url, self.choose)
 
     def planned(self) -> tuple[SurgeryPlan, str]:
         """The plan of what was read, and its item."""
@@ -183,7 +187,7 @@ def _in_its_root(url: str, item: str | None) -> tuple[str, int | None, str | Non
 def _opened(source: Any, step: int | None) -> Iterator[tuple[Any, str]]:
     """How to read from a source, and what to call it."""
     if isinstance(source, CheckpointManager):
-        yield (lambda choose: _from_manager(source, step, choose)), str(source.directory)
+        yield (lambda choice: _from_manager(source, step, choice)), str(source.directory)
         return
     url = root_url(source)
     place = Place.open(url, timeout_s=_LOOK_S)
@@ -193,7 +197,7 @@ def _opened(source: Any, step: int | None) -> Iterator[tuple[Any, str]]:
     is_step = paths.STEP_METADATA in names or bool(items)
     number = paths.step_of_name(place.name)
     if (is_item or is_step) and (number is None or is_item):
-        yield (lambda choose: (choose_of_stock(url, choose), number, {}, False)), url
+        yield (lambda choice: (choice.read_stock(url), number, {}, False)), url
         return
     if not names:
         raise StepNotFoundError(f"{url} is empty or not there; give a root with steps, or a step's directory", path=url)
@@ -201,11 +205,11 @@ def _opened(source: Any, step: int | None) -> Iterator[tuple[Any, str]]:
         url, step = url.rpartition("/")[0], number
     options = ocp.CheckpointManagerOptions(read_only=True, create=False)
     with CheckpointManager(url, options=options) as manager:
-        yield (lambda choose: _from_manager(manager, step, choose)), url
+        yield (lambda choice: _from_manager(manager, step, choice)), url
 
 
-def _from_manager(manager: CheckpointManager, step: int | None, choose: Choose) -> _Read:
-    restored = manager.inner.restore_chosen(step, choose)
+def _from_manager(manager: CheckpointManager, step: int | None, choice: Choice) -> _Read:
+    restored = manager.inner.restore_chosen(step, choice)
     return restored.items, restored.save_id.step, restored.read_bytes, restored.proven
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.durable.cells.placed import PlacedCells
+from ckptkit.durable.cells.placed import Places
 from ckptkit.durable.lifecycle.classify import grain_names_in, json_name_in
 from ckptkit.durable.lifecycle.places import (
     Place,
@@ -31,10 +31,10 @@ from ckptkit.durable.lifecycle.step_records import items_missing, own_sidecars, 
 from ckptkit.durable.orbax.host_shards import STRINGS_FILE, is_text_leaf
 from ckptkit.durable.read_step import DurableReader, without_identity
 from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
-from ckptkit.durable.stored_arrays import read_arrays
 from ckptkit.errors import BeyondLimitError, CorruptCheckpointError, NewerFormatError, StoreError, internal_error
 from ckptkit.inspection.shares import joined_problems, leaf_of_record
 from ckptkit.inspection.sharing import shared_files, steps_words
+from ckptkit.inspection.stored_arrays import read_arrays
 from ckptkit.model.boxes import Box
 from ckptkit.model.cells import digested_cells
 from ckptkit.model.digests import digest_of
@@ -150,11 +150,11 @@ def _with_sharers(place: Place, looked: _Looked, damaged: Sequence[Finding]) -> 
         yield from damaged
         return
     step_url = step_url_of(place, items_of(place)[0])
-    cells = PlacedCells(step_url, DurableProfile())
+    places = Places(step_url, DurableProfile())
     for each in damaged:
         leaf, steps = looked.records.get((each.item, each.leaf)), ()
         if leaf is not None and each.item is not None and each.box is not None:
-            path = f"{step_url}/{cells.file_of(each.item, leaf, each.box)}".removeprefix(f"{place.url}/")
+            path = f"{step_url}/{places.file_of(each.item, leaf, each.box)}".removeprefix(f"{place.url}/")
             steps = shared[path].steps if path in shared else ()
         yield replace(each, shared_with=steps)
 

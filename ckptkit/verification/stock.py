@@ -21,12 +21,12 @@ import numpy as np
 import tensorstore as ts
 import zstandard
 
-from ckptkit.durable.cells.placed import PlacedCells
+from ckptkit.durable.cells.placed import PlacedCells, Places
 from ckptkit.durable.cells.tensorstore_wait import finished
 from ckptkit.durable.lifecycle.classify import json_name_in
 from ckptkit.durable.lifecycle.places import Place, item_kind, json_value
-from ckptkit.durable.stored_arrays import ChunkGrid, StoredArray, open_kvstore, read_arrays, stores_all
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.stored_arrays import ChunkGrid, StoredArray, open_kvstore, read_arrays, stores_all
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
@@ -66,11 +66,12 @@ class _SmallChunks:
     def __init__(self, item: Place, timeout_s: float):
         step, _, self._item = item.url.rpartition("/")
         known = item.store.properties.file_system and paths.OCDBT_MANIFEST in item.names()
-        self._cells = PlacedCells(step, DurableProfile(operation_timeout_s=timeout_s)) if known else None
+        self._places = Places(step, DurableProfile(operation_timeout_s=timeout_s)) if known else None
+        self._cells = PlacedCells(self._places) if self._places else None
 
     def inline(self) -> Mapping[str, bytes]:
         """The values that are in the database itself, by key."""
-        return self._cells.inline(self._item) if self._cells else {}
+        return self._places.inline(self._item) if self._places else {}
 
     def decodes(self, leaf: LeafInfo, box: Box) -> bool:
         """Whether a chunk is small, there, and decodes to as many bytes as it has to."""

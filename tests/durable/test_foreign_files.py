@@ -14,10 +14,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.durable import aggregate
-from ckptkit.durable.aggregate import read_aggregate
 from ckptkit.durable.lifecycle.places import Place, require_possible_root
 from ckptkit.errors import BeyondLimitError
+from ckptkit.inspection import aggregate
+from ckptkit.inspection.aggregate import read_aggregate
 
 NOBODY = 65534
 

@@ -17,8 +17,8 @@ import tensorstore as ts
 
 import ckptkit
 from ckptkit import DurableProfile
+from ckptkit.diagnosis.tuner.forecasting import forecast
 from ckptkit.durable.cells import writer as cells
-from ckptkit.durable.cells.forecast import forecast
 from ckptkit.durable.cells.ocdbt import Placed, places
 from ckptkit.durable.cells.writer import CellStream, CellWriter, merge_processes, process_directory
 from ckptkit.durable.orbax.host_shards import HostTreeSave

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
+from ckptkit.durable import read_step
 from ckptkit.durable.cells import placed
 from ckptkit.durable.cells.ocdbt import Placed
 from ckptkit.durable.cells.placed import _joined
@@ -112,7 +113,7 @@ def test_unlocated_or_hanging_reads_fall_back_to_tensorstore(
     """A shortcut that fails would fail the restore."""
     save()
     with monkeypatch.context() as patch:
-        patch.setattr(placed, "_KEYS_MAX", 1)
+        patch.setattr(read_step, "_KEYS_MAX", 1)
         restore()
     server.faults = FaultPlan(faults=(Fault(effect=Hang(), kinds=(Kind.READ,), objects="*/d/*", skip=1, count=1),))
     restore(durable=DurableProfile(operation_timeout_s=1.0))

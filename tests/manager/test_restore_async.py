@@ -98,7 +98,7 @@ def test_other_calls_are_refused_until_result_is_called(held: Held) -> None:
         lambda: held.manager.save(9, args=save_args(make_state(9), 9)),
         lambda: held.manager.restore(None),
         lambda: held.manager.restore_async(None),
-        lambda: held.manager.inner.restore_chosen(None, lambda leaves: {}),
+        lambda: held.manager.inner.restore_chosen(None, choice=None),  # pyright: ignore[reportArgumentType]
         lambda: held.manager.all_steps(read=True),
         lambda: held.manager.delete(1),
     ]

@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.durable import aggregate
 from ckptkit.errors import StepNotFoundError
+from ckptkit.inspection import aggregate
 from tests.cli.conftest import Run
 from tests.cli.conftest import ckpt as ckpt  # the fixture
 from tests.roots.layouts import AGGREGATE, LAYOUTS, write_aggregate

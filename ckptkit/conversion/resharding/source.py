@@ -9,10 +9,10 @@ from typing import Any
 from ckptkit.conversion.resharding.meshes import Spec, sharding_of_json
 from ckptkit.durable.lifecycle.places import Place, readable
 from ckptkit.durable.lifecycle.step_records import own_sidecars, read_sidecars, sidecar_processes
-from ckptkit.durable.stored_arrays import read_shardings
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint, Tensor
+from ckptkit.inspection.stored_arrays import read_shardings
 from ckptkit.model import paths
 from ckptkit.model.manifest import STRUCTURE, LeafKind, LeafRecord, SaveId
 from ckptkit.util.words import command_line

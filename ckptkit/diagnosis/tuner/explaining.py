@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.cells.forecast import SaveForecast, forecast
+from ckptkit.diagnosis.tuner.forecasting import SaveForecast, forecast
 from ckptkit.errors import CheckpointError
 from ckptkit.formats import open_checkpoint
 from ckptkit.model.boxes import Box, boxes_by_process, cell_shape

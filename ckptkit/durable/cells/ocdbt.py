@@ -6,7 +6,7 @@ keys one by one took 37 s of processor time, the nodes themselves 0.3 s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,34 +19,23 @@ Finished = Callable[[Any], Any]  # what a future gives, or an error
 _NODES_AT_ONCE = 4  # each may take some 100 MB
 
 
-def inline_values(base: Any, keys: Collection[str], finished: Finished) -> dict[str, bytes]:
-    """The values of those `keys` that are stored in the nodes of the tree at the key-value store `base`.
-
-    A value outside of the tree, or in a part of it that no writer would write, is left out. Cost: every node is read
-    once. Raises the errors of `finished`; ValueError, KeyError and similar errors if it is not a tree.
-    """
-    wanted = {key.encode(): key for key in keys}
-    found: dict[str, bytes] = {}
-    for node in _nodes(base, finished):
-        for key, value in node.values:
-            if isinstance(value, bytes) and key in wanted:
-                found[wanted[key]] = value
-    return found
-
-
 def places(base: Any, finished: Finished, *, keys_max: int | None = None) -> dict[str, Placed | bytes]:
-    """The place of every key's value: in a file, or (bytes) in the tree itself. Values that can be read as neither are
-    left out. Empty for a tree that claims more than `keys_max` keys. Cost and errors: as `inline_values`.
+    """The place of every key's value in the tree at the key-value store `base`: in a file, or (bytes) in the tree
+    itself. Values that can be read as neither, or are in a part that no writer would write, are left out. Empty for a
+    tree that claims more than `keys_max` keys.
+
+    Cost: every node is read once. Raises the errors of `finished`; ValueError, KeyError and similar errors if it is not
+    a tree.
     """
     nodes = _nodes(base, finished, keys_max)
-    return {key.decode(errors="replace"): value for node in nodes for key, value in node.values}
+    return {key.decode(errors="replace"): value for _, node in nodes for key, value in node.values}
 
 
 def files_of(base: Any, finished: Finished) -> set[str]:
     """The data files that the newest version of a tree is made of, by their paths below `base`: those of its nodes and
-    of its values. Cost and errors: as `inline_values`."""
+    of its values. Cost and errors: as `places`."""
     found = set[str]()
-    for at, node in _placed_nodes(base, finished):
+    for at, node in _nodes(base, finished):
         found.add(at.placed.path)
         found |= {value.path for _, value in node.values if isinstance(value, Placed)}
     return found
@@ -66,11 +55,7 @@ def _root(base: Any, finished: Finished, keys_max: int | None) -> tuple[Child, i
     return Child(placed, b"", unquote(directory).encode()), versions[-1]["root_height"]
 
 
-def _nodes(base: Any, finished: Finished, keys_max: int | None = None) -> Iterator[Node]:
-    return (node for _, node in _placed_nodes(base, finished, keys_max))
-
-
-def _placed_nodes(base: Any, finished: Finished, keys_max: int | None = None) -> Iterator[tuple[Child, Node]]:
+def _nodes(base: Any, finished: Finished, keys_max: int | None = None) -> Iterator[tuple[Child, Node]]:
     """Each node with its place, level by level, and once: a hostile tree may name one a thousand times.
 
     Raises ValueError where the tree itself holds more than `NODE_BYTES_MAX` of values.

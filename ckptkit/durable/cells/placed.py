@@ -34,18 +34,18 @@ from ckptkit.util.disk_file import FileReads
 _RANGE_BYTES = 8 << 20  # of a request, unless one cell has more: several at a time are faster than one
 _GAP_BYTES = 1 << 20  # between two wanted ranges: read too, since another request costs more
 _FILES_MAX = 64  # open at a time, with three descriptors each: a process may have 1,024
-_KEYS_MAX = 500_000  # of a database whose places are read as a whole; of a larger one TensorStore finds those wanted
 
 _Item = dict[str, Placed | bytes]
 _Key = tuple[str, str]  # item, key of a cell
 
 
 @final
-class _Places:
-    """The places of the cells of each item, read from its database once: none of one that is not understood."""
+class Places:
+    """The places of the cells of each item of a step, read from its database once: none of one that is not understood,
+    or has more keys than `keys_max`. Safe from several threads."""
 
     def __init__(self, step_url: str, profile: DurableProfile, keys_max: int | None = None):
-        self._url, self._profile, self._keys_max = step_url, profile, keys_max
+        self.url, self.profile, self._keys_max = step_url, profile, keys_max
         self._context = kvstore_context(profile, writing=False)
         self._lock = threading.Lock()
         self._reading: dict[str, threading.Lock] = {}
@@ -72,10 +72,15 @@ class _Places:
         """The values that are in the tree of an item itself, by key. Cost: as `of`."""
         return {key: place for key, place in self.of(item).items() if isinstance(place, bytes)}
 
+    def file_of(self, item: str, leaf: LeafRecord, cell: Box) -> str | None:
+        """The file that holds a cell, by its path below the step; None where a tree holds it, or it is not known."""
+        place = self.of(item).get(cell_key(array_prefix(leaf.name), leaf, cell))
+        return f"{item}/{place.path}" if isinstance(place, Placed) else None
+
     def base(self, item: str) -> Any:
         """The key-value store of an item's files."""
         if item not in self._bases:
-            opened = ts.KvStore.open(base_of(f"{self._url}/{item}"), context=self._context)
+            opened = ts.KvStore.open(base_of(f"{self.url}/{item}"), context=self._context)
             self._bases[item] = self._finished(item, opened)
         return self._bases[item]
 
@@ -85,7 +90,7 @@ class _Places:
         return {}
 
     def _finished(self, item: str, future: Any) -> Any:
-        return awaited([future], self._profile, f"{self._url}/{item}")[0]
+        return awaited([future], self.profile, f"{self.url}/{item}")[0]
 
 
 @lru_cache(maxsize=256)  # many leaves, few different documents
@@ -99,23 +104,11 @@ def _is_plain(document: bytes, dtype: str, shape: tuple[int, ...], cell: tuple[i
 class PlacedCells:
     """The cells of a step on a disk. Safe from several threads."""
 
-    def __init__(self, step_url: str, profile: DurableProfile):
-        self._directory = Path(step_url.removeprefix("file://"))
-        self._places = _Places(step_url, profile)
+    def __init__(self, places: Places):
+        self._directory = Path(places.url.removeprefix("file://"))
+        self._places = places
         self._lock = threading.Lock()
         self._files: dict[tuple[str, str], FileReads | None] = {}
-
-    def open(self, item: str) -> None:
-        """Reads the places of an item's cells, once."""
-        self._places.of(item)
-
-    def inline(self, item: str) -> dict[str, bytes]:
-        """The values that are in the tree of an item itself, by key; none where the tree is not understood."""
-        return self._places.inline(item)
-
-    def describes(self, item: str, leaf: LeafRecord) -> bool:
-        """Whether zarr's metadata of a leaf, too, has its cells as the plain bytes that `fill` gives."""
-        return self._places.describes(item, leaf)
 
     def expect(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Gives back what `fill` will not fill: all of an item whose database it does not understand."""
@@ -151,11 +144,6 @@ class PlacedCells:
                 file.fill(found, place.start)
                 return found.tobytes()
         return None
-
-    def file_of(self, item: str, leaf: LeafRecord, cell: Box) -> str | None:
-        """The file that holds a cell, by its path below the step; None where a tree holds it, or it is not known."""
-        place = self._places.of(item).get(cell_key(array_prefix(leaf.name), leaf, cell))
-        return f"{item}/{place.path}" if isinstance(place, Placed) else None
 
     def _file(self, item: str, path: str) -> FileReads | None:
         with self._lock:
@@ -193,26 +181,13 @@ class PlacedRanges:
     Holds up to `DurableProfile.read_ahead_bytes`. Safe from several threads.
     """
 
-    def __init__(self, step_url: str, profile: DurableProfile):
-        self._url, self._profile = step_url, profile
-        self._places = _Places(step_url, profile, _KEYS_MAX)
+    def __init__(self, places: Places):
+        self._places, self._profile = places, places.profile
         self._lock = threading.Lock()
         self._waiting: deque[_Range] = deque()
         self._ranges: dict[_Key, tuple[_Range, Placed]] = {}
         self._begun_bytes = 0
         self._given_up = False
-
-    def open(self, item: str) -> None:
-        """Reads the places of an item's cells, once."""
-        self._places.of(item)
-
-    def inline(self, item: str) -> dict[str, bytes]:
-        """The values that are in the tree of an item itself, by key; none where the tree is not understood."""
-        return self._places.inline(item)
-
-    def describes(self, item: str, leaf: LeafRecord) -> bool:
-        """Whether zarr's metadata of a leaf, too, has its cells as the plain bytes that `fill` gives."""
-        return self._places.describes(item, leaf)
 
     def expect(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Begins to read what `fill` will be asked for, in about that order; gives back what it will not fill."""
@@ -285,7 +260,7 @@ class PlacedRanges:
             return made.value
 
     def _arrived(self, made: _Range) -> memoryview | None:
-        where = f"{self._url}/{made.item}"
+        where = f"{self._places.url}/{made.item}"
         try:
             found = awaited([made.reading], self._profile, where, nbytes=self._begun_bytes)[0]
         except TransientStoreError:

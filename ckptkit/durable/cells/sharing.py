@@ -57,19 +57,10 @@ class Sharing:
         self._save_id, self._last = save_id, last
 
     def take_over(
-        self,
-        item: str,
-        leaves: Sequence[LeafRecord],
-        place: str,
-        below: str,
-        profile: DurableProfile,
-        ready: Callable[[], None],
+        self, item: str, leaves: Sequence[LeafRecord], place: str, below: str, profile: DurableProfile
     ) -> SharingPlan:
         """The plan for an item whose database will be `below` the step's `place`. The files of its groups are there
-        already.
-
-        Waits for `ready` if there are some. Raises `StoreError` if a bucket fails.
-        """
+        already. Raises `StoreError` if a bucket fails."""
         if item not in self._items:
             self._items[item] = self._found_again(item, below, profile) or UnchangedLeaves()
         known = self._items[item]
@@ -78,7 +69,6 @@ class Sharing:
             return replace(plan, taken=(), apart=frozenset())
         for group in plan.taken:
             assert known.directory is not None, "a group is of a committed step"
-            ready()
             if not take_over(self._root, group, known.directory, place + below, profile):
                 plan = without(plan, group)
         return plan

@@ -108,19 +108,18 @@ class CellWriter:
         profile: DurableProfile,
         pace: Pace | None = None,
         context: ts.Context | None = None,
-        ready: Callable[[], object] = lambda: None,
         *,
         expected: Iterable[tuple[LeafRecord, Iterable[tuple[Box, np.ndarray]]]] = (),
         data_prefix: str | None = None,
         sharing: SharingPlan = NOTHING_SHARED,
     ):
-        """`ready` returns once something may be put into the directory, and raises where that will not be. `expected`
-        is what will be added, where that is known. `data_prefix` is that of `kvstore_spec`. The files of the groups
-        that `sharing` takes over are in the directory already. Its leaves `apart` are added first, until `end_apart`.
+        """`expected` is what will be added, where that is known. `data_prefix` is that of `kvstore_spec`. The files of
+        the groups that `sharing` takes over are in the directory already. Its leaves `apart` are added first, until
+        `end_apart`.
         """
         self._apart, self._group_databases = bool(sharing.apart), list[int]()
         self._own = f"{_APART}{uuid.uuid4().hex[:8]}."  # begins the names of nodes of this step's group, of no other's
-        self._ready, self._directory, self._profile = ready, directory, profile
+        self._directory, self._profile = directory, profile
         self._pace = pace or Pace(profile.write_bytes_per_s)
         self._context = context or kvstore_context(profile, writing=True)
         self._pieces = Pieces(profile, ((leaf, [box for box, _ in blocks]) for leaf, blocks in expected))
@@ -252,7 +251,6 @@ class CellWriter:
             self._finish_oldest()
         self._pace.take(self._pieces.filled_bytes)
         self._await(self._piece.writes, self._pieces.filled_bytes)
-        self._ready()
         self._sent.append(self._piece.transaction.commit_async())
         self._pieces.send()
         self._begin_piece()

@@ -161,6 +161,7 @@ class Broadcaster:
                 if isinstance(made, str):
                     return made
                 gather, sent = made
+            assert sent is not None
             with self._events.span("broadcast"):
                 self._receive(number, partial(gather, sent), sending, shared, caller)
         return None

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.aggregate import read_aggregate
-from ckptkit.durable.cells.ocdbt import inline_values
+from ckptkit.durable.cells.ocdbt import places
 from ckptkit.durable.cells.tensorstore_wait import base_of, finished
 from ckptkit.durable.lifecycle.places import Place, readable
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.aggregate import read_aggregate
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_info import LeafInfo, dtype_name, name_of, sharding_words
 from ckptkit.model.manifest_checks import BYTES_MAX
@@ -168,7 +168,7 @@ def _documents(
     """zarr's own metadata of every leaf; raises `CorruptCheckpointError` naming those that have none."""
     known = {key: inline[key] for key in keys if key in inline}
     if ocdbt and not inline:
-        known = _in_tree(place, keys, timeout_s)
+        known = _in_tree(place, timeout_s)
     rest = [key for key in keys if key not in known]
     for start in range(0, len(rest), _READS_AT_ONCE):
         some = rest[start : start + _READS_AT_ONCE]
@@ -194,10 +194,12 @@ def _documents(
     return [data for data in found if data is not None]
 
 
-def _in_tree(place: Place, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
+def _in_tree(place: Place, timeout_s: float) -> dict[str, bytes]:
+    """The values that are in an item's OCDBT tree itself, by key."""
     with readable(f"{place.url}/{OCDBT_MANIFEST}"):
         base = finished(ts.KvStore.open(base_of(place.url)), place.url, timeout_s)
-        return inline_values(base, keys, lambda future: finished(future, f"{place.url}/{OCDBT_MANIFEST}", timeout_s))
+        found = places(base, lambda future: finished(future, f"{place.url}/{OCDBT_MANIFEST}", timeout_s))
+        return {key: value for key, value in found.items() if isinstance(value, bytes)}
 
 
 def _all_facts(url: str, version: int, documents: Mapping[str, bytes]) -> dict[str, _Facts]:
