@@ -25,8 +25,8 @@ from pathlib import Path
 from ckptkit.util.package import install_command
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-_TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([smh])")
-_TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_TIME = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)(s|m|min|h|d)")
+_TIME_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?B)?", re.IGNORECASE)
 
 
@@ -86,7 +86,10 @@ class _Seconds(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The seconds, or click's message."""
         found = _TIME.fullmatch(value) if isinstance(value, str) else None
-        number: Any = value if found is None else float(found[1]) * _TIME_UNITS[found[2]]
+        try:
+            number = float(value) if found is None else float(found[1]) * _TIME_UNITS[found[2]]
+        except ValueError:
+            self.fail(f"{value!r} is not a length of time; write 90s, 30min, 12h or 7d", param, ctx)
         seconds = super().convert(number, param, ctx)
         if not math.isfinite(seconds):
             self.fail(f"{value} is not a number of seconds", param, ctx)
@@ -98,7 +101,7 @@ KEEP = Parsed("rule", _keep)
 
 
 def seconds(*names: str, default: float | None = None, least: float = 0, help: str) -> Any:
-    """An option with a time of `least` seconds or more; also written as `60s`, `5m` or `1h`."""
+    """An option with a time of `least` seconds or more; also written as `60s`, `5m`, `1h` or `7d`."""
     shown, kind = default is not None, _Seconds(min=least)
     return click.option(*names, type=kind, default=default, show_default=shown, metavar="SECONDS", help=help)
 

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import HOST_ID, JSON, Parsed, fast_tiers
+from ckptkit.cli.options import HOST_ID, JSON, fast_tiers, seconds
 from ckptkit.cli.text import age_text, count_text, print_json, print_line, print_notes, print_part, size_text
 from ckptkit.inspection.records import FORMAT
 from ckptkit.upkeep import ArenaEntry, clean_arenas, list_arenas, require_tiers
 from ckptkit.util import clock
 
 _COLUMNS = [(title, title in ("slots", "bytes")) for title in ("arena", "held", "slots", "bytes", "newest", "used")]
-_AGE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)(s|min|h|d)")
-_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def _age_s(text: str) -> float:
-    """Seconds, from `7d` on the command line."""
-    match = _AGE.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a length of time; write 90s, 30min, 12h or 7d")
-    return float(match[1]) * _UNITS_S[match[2]]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,9 +45,7 @@ def list_command(paths: tuple[str, ...], root: str | None, as_json: bool) -> int
 @click.argument("paths", metavar="TIER...", nargs=-1, required=True)
 @click.option("--job", metavar="NAME", help="The job with this directory name, as `tiers list` shows it.")
 @click.option("--root", metavar="ROOT", help="The jobs that save to this durable root.")
-@click.option(
-    "--idle", "idle_s", type=Parsed("age", _age_s), metavar="AGE", help="Jobs without a save for this time (7d)."
-)
+@seconds("--idle", "idle_s", help="Jobs without a save for this time (7d).")
 @HOST_ID
 @click.option("--dry-run", is_flag=True, help="Show what would be freed, and change nothing.")
 @JSON

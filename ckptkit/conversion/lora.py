@@ -97,7 +97,7 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
         scale = _scale(config, module, halves, adapter.path)
         left, right = _factors(halves)
         fetch = partial(_updated, tensors[name], left, right, scale, _is_transposed(halves, config))
-        made[name] = replace(tensors[name], fetch=fetch, spans=(), stored=None, sources=(tensors[name], left, right))
+        made[name] = replace(tensors[name], fetch=fetch, stored=None, sources=(tensors[name], left, right))
     if differences:
         raise MergeError(differences, advice="Rename the leaves of one side with `ckptkit convert --map`.")
     return made

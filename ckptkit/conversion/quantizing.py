@@ -191,7 +191,6 @@ def quantized(
             tensor,
             leaf=replace(tensor.leaf, dtype=dtype.name),
             fetch=weight.values,
-            spans=(),
             stored=None,
             sources=(tensor,),
         )

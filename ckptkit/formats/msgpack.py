@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ckptkit.durable.lifecycle.places import readable
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dtypes import checked_shape, plain_dtype
 from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, ranges_to_keep
-from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FileSpan, Tensor
+from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FormatFacts, Tensor
 from ckptkit.model.leaf_info import LeafInfo
 
 _NAME_BYTES_MAX = 1 << 16
@@ -42,6 +42,7 @@ def open_msgpack(path: str) -> Checkpoint:
         tensors=tensors,
         layout="one file",
         others=[("tree", leaf) for leaf in others],
+        facts=FormatFacts(stored_bytes=ranges.size),
         close=ranges.close,
     )
 
@@ -181,7 +182,23 @@ def _inside(tokens: _Tokens, span: tuple[int, int, int]) -> _Tokens:
     return inner
 
 
+class _Packed(NamedTuple):
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
 def _array(tokens: _Tokens, path: tuple[str, ...], span: tuple[int, int, int]) -> Tensor:
+    packed = _packed(tokens, path, span)
+    return Tensor(
+        item="tree",
+        leaf=LeafInfo(path=path, kind="numpy", dtype=packed.dtype.name, shape=packed.shape),
+        fetch=partial(fetch_strided, tokens.ranges, packed.start, packed.shape, c_strides(packed.shape), packed.dtype),
+    )
+
+
+def _packed(tokens: _Tokens, path: tuple[str, ...], span: tuple[int, int, int]) -> _Packed:
     """Flax packs `(shape, name of the dtype, bytes in C order)`."""
     inner = _inside(tokens, span)
     if inner.next() != ("array", 3):
@@ -194,18 +211,13 @@ def _array(tokens: _Tokens, path: tuple[str, ...], span: tuple[int, int, int]) -
     kind, found = inner.next()
     if kind != "bytes" or found[2] > span[2] or found[2] - found[1] != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{'.'.join(path)} is {dtype}{list(shape)}, and its bytes are not as many")
-    return Tensor(
-        item="tree",
-        leaf=LeafInfo(path=path, kind="numpy", dtype=dtype.name, shape=shape),
-        fetch=partial(fetch_strided, tokens.ranges, found[1], shape, c_strides(shape), dtype),
-        spans=(FileSpan(path=tokens.ranges.path, start=found[1], stop=found[2]),),
-    )
+    return _Packed(dtype, shape, found[1], found[2])
 
 
 def _chunked(tokens: _Tokens, path: tuple[str, ...], count: int) -> Tensor:
     """`{mark: True, shape: {"0": ...}, chunks: {"0": flat array, ...}}` as one array."""
     shape: tuple[int, ...] | None = None
-    chunks: list[Tensor] = []
+    chunks: list[_Packed] = []
     for _ in range(count):
         name = _name(tokens)
         kind, entries = tokens.next()
@@ -218,15 +230,15 @@ def _chunked(tokens: _Tokens, path: tuple[str, ...], count: int) -> Tensor:
                 kind_of, value = _entry_of(tokens, kind, at)
                 if kind_of != "extension" or value[0] != _NDARRAY:
                     raise ValueError(f"{'.'.join(path)} has a chunk that is not an array")
-                chunks.append(_array(tokens, (*path, str(at)), value))
+                chunks.append(_packed(tokens, (*path, str(at)), value))
     if shape is None or not chunks or len({chunk.dtype for chunk in chunks}) != 1:
         raise ValueError(f"{'.'.join(path)} is not an array in chunks")
     if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
         raise ValueError(f"the chunks of {'.'.join(path)} are not as many elements as its shape {shape}")
     leaf = LeafInfo(path=path, kind="numpy", dtype=chunks[0].dtype.name, shape=shape)
-    pieces = _Pieces(tokens.ranges.path, [chunk.spans[0] for chunk in chunks], tokens.ranges)
+    pieces = _Pieces(tokens.ranges, chunks)
     fetch = partial(fetch_strided, pieces, 0, shape, c_strides(shape), chunks[0].dtype)
-    return Tensor(item="tree", leaf=leaf, fetch=fetch, spans=tuple(chunk.spans[0] for chunk in chunks))
+    return Tensor(item="tree", leaf=leaf, fetch=fetch)
 
 
 def _entry_of(tokens: _Tokens, kind: str, at: int) -> tuple[str, Any]:
@@ -238,23 +250,22 @@ def _entry_of(tokens: _Tokens, kind: str, at: int) -> tuple[str, Any]:
 
 @final
 class _Pieces:
-    """Several spans of a file as one."""
+    """The bytes of several chunks as one."""
 
-    def __init__(self, path: str, spans: list[FileSpan], ranges: Ranges):
-        self.path = path
-        self._spans = spans
+    def __init__(self, ranges: Ranges, chunks: list[_Packed]):
         self._ranges = ranges
+        self._chunks = chunks
 
     def read_into(self, start: int, into: np.ndarray) -> None:
         """See `Ranges.read_into`."""
         at = 0
-        for span in self._spans:
-            size = span.stop - span.start
+        for chunk in self._chunks:
+            size = chunk.stop - chunk.start
             if start < size and at < into.nbytes:
                 count = min(size - start, into.nbytes - at)
-                self._ranges.read_into(span.start + start, into[at : at + count])
+                self._ranges.read_into(chunk.start + start, into[at : at + count])
                 at, start = at + count, 0
             else:
                 start = max(0, start - size)
         if at < into.nbytes:
-            raise CorruptCheckpointError(f"{self.path} ends before its array", path=self.path)
+            raise CorruptCheckpointError(f"{self._ranges.path} ends before its array", path=self._ranges.path)

@@ -16,7 +16,7 @@ import numpy as np
 from ckptkit.durable.lifecycle.places import nothing_at, readable
 from ckptkit.formats.dtypes import checked_shape, noted
 from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, ranges_to_keep
-from ckptkit.formats.tensors import Checkpoint, FileSpan, FormatFacts, Tensor, left_out
+from ckptkit.formats.tensors import Checkpoint, FormatFacts, Tensor, left_out
 from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_info import LeafInfo
@@ -37,21 +37,23 @@ def open_npz(path: str) -> Checkpoint:
     """
     tensors: list[Tensor] = []
     not_read: list[str] = []
+    compressed = 0
     with ranges_to_keep(path) as ranges:
         for name, entry in read_entries(ranges).items():
             try:
                 tensors.append(_tensor(ranges, entry))
             except _NotReadError as why:
                 not_read.append(f"{name.removesuffix(SUFFIX)} ({why})")
+            else:
+                compressed += entry.compressed and tensors[-1].nbytes > 0
         if not_read and not tensors:
             raise nothing_at(path, f"it is a zip archive with no array of numbers: {first_of(not_read, 5)}")
-    compressed = sum(not tensor.spans for tensor in tensors if tensor.nbytes)
     return Checkpoint(
         path=path,
         format="npz",
         tensors=tensors,
         layout=f"zip, {compressed} of {len(tensors)} arrays compressed",
-        facts=FormatFacts(notes=left_out("members", not_read)),
+        facts=FormatFacts(notes=left_out("members", not_read), stored_bytes=ranges.size),
         close=ranges.close,
     )
 
@@ -93,12 +95,10 @@ def _tensor(ranges: Ranges, entry: ZipEntry) -> Tensor:
     def fetch(box: Box) -> np.ndarray:
         return fetch_strided(inner, start, shape, strides, dtype, box).astype(plain, copy=False)
 
-    span = FileSpan(path=ranges.path, start=entry.start + start, stop=entry.start + inner.size)
     return Tensor(
         item="arrays",
         leaf=LeafInfo(path=tuple(name.split(".")), kind="numpy", dtype=plain.name, shape=shape, key_impl=key_impl),
         fetch=fetch,
-        spans=() if entry.compressed else (span,),
     )
 
 

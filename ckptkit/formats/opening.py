@@ -18,7 +18,6 @@ from ckptkit.formats.zips import read_entries
 from ckptkit.inspection import Inspection, Item
 from ckptkit.inspection import inspect as inspect_orbax
 from ckptkit.inspection.roots import nothing_there
-from ckptkit.inspection.sizes import sizes_below
 from ckptkit.model import paths
 from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import RemoteStore
@@ -71,10 +70,10 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
         if place is None or not _is_model_directory(place):
             return _with_unread_files(inspect_orbax(path, timeout_s=timeout_s), place)
     with open_checkpoint(path, timeout_s=timeout_s) as opened:
-        return inspection_of(opened, timeout_s=timeout_s)
+        return inspection_of(opened)
 
 
-def inspection_of(opened: Checkpoint, *, timeout_s: float) -> Inspection:
+def inspection_of(opened: Checkpoint) -> Inspection:
     """An open checkpoint that is neither an Orbax directory nor a slot, as `inspect` returns it."""
     leaves = [(tensor.item, tensor.leaf) for tensor in opened.tensors] + list(opened.others)
     names = dict.fromkeys(item for item, _ in leaves)
@@ -88,7 +87,7 @@ def inspection_of(opened: Checkpoint, *, timeout_s: float) -> Inspection:
                 name=name,
                 kind="arrays",
                 layout=f"{opened.format}, {opened.layout}",
-                stored_bytes=_stored_bytes(opened, timeout_s) if len(names) < 2 else None,
+                stored_bytes=opened.facts.stored_bytes if len(names) < 2 else None,
                 leaves=tuple(leaf for item, leaf in leaves if item == name),
             )
             for name in names or {"tensors": None}
@@ -96,17 +95,6 @@ def inspection_of(opened: Checkpoint, *, timeout_s: float) -> Inspection:
         notes=opened.facts.notes,
         problems=opened.facts.problems,
     )
-
-
-def _stored_bytes(opened: Checkpoint, timeout_s: float) -> int:
-    """Bytes of the file, or of those files of a directory that have tensors."""
-    if opened.facts.kind == "directory":
-        read = {span.path.rpartition("/")[2] for tensor in opened.tensors for span in tensor.spans}
-        sizes = sizes_below(Place.open(opened.path, timeout_s=timeout_s))
-        return sum(size for name, size in sizes.items() if name in read)
-    ranges = open_ranges(opened.path)
-    ranges.close()
-    return ranges.size
 
 
 def _open_orbax(path: str, timeout_s: float, place: Place | None = None) -> Checkpoint:

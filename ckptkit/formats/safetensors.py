@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from ckptkit.durable.lifecycle.places import Place, readable
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS, SAFETENSORS_WORDS, checked_shape, noted
 from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges, ranges_to_keep
-from ckptkit.formats.tensors import LEAVES_MAX, Checkpoint, FileSpan, FormatFacts, Tensor, left_out
+from ckptkit.formats.tensors import LEAVES_MAX, Checkpoint, FormatFacts, Tensor, left_out
 from ckptkit.model.leaf_info import LeafInfo, name_of
 from ckptkit.util.words import count_text
 
@@ -38,7 +38,7 @@ def open_safetensors(path: str) -> Checkpoint:
         format="safetensors",
         tensors=tensors,
         layout="one file",
-        facts=FormatFacts(notes=left_out("metadata", metadata)),
+        facts=FormatFacts(notes=left_out("metadata", metadata), stored_bytes=ranges.size),
         close=ranges.close,
     )
 
@@ -77,6 +77,7 @@ def open_sharded(place: Place) -> Checkpoint:
     except BaseException:
         close()
         raise
+    used = {name for name, _ in found.values()}
     return Checkpoint(
         path=place.url,
         format="safetensors",
@@ -89,6 +90,7 @@ def open_sharded(place: Place) -> Checkpoint:
                 *left_out("files that the index does not name", _unlisted(place, files)),
                 *left_out("metadata", list(metadata)),
             ),
+            stored_bytes=sum(ranges.size for name, ranges in zip(files, opened, strict=True) if name in used),
         ),
         close=close,
     )
@@ -155,7 +157,7 @@ def _tensors(ranges: Ranges) -> tuple[list[Tensor], list[str]]:
             raise ValueError(f"more than {LEAVES_MAX} tensors")
         notes = json.loads(metadata.get(NOTES, "{}"))
         tensors = [_tensor(ranges, 8 + length, name, entry, notes.get(name)) for name, entry in header.items()]
-        _check_spans(ranges, 8 + length, tensors)
+        _check_offsets(ranges, 8 + length, header)
     return tensors, [name for name in metadata if name not in ("format", NOTES)]
 
 
@@ -183,17 +185,17 @@ def _tensor(ranges: Ranges, base: int, name: str, entry: Any, note: Any) -> Tens
         item="tensors",
         leaf=LeafInfo(path=tuple(name.split(".")), kind="tensor", dtype=name_of(dtype), shape=shape, key_impl=key_impl),
         fetch=partial(fetch_strided, ranges, base + start, shape, c_strides(shape), dtype),
-        spans=(FileSpan(path=ranges.path, start=base + start, stop=base + stop),),
     )
 
 
-def _check_spans(ranges: Ranges, base: int, tensors: list[Tensor]) -> None:
+def _check_offsets(ranges: Ranges, base: int, header: Mapping[str, Any]) -> None:
     """The tensors fill the file: nothing overlaps, nothing is left over, so no byte can hide another."""
     at = base
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.spans[0].start, tensor.spans[0].stop)):
-        if tensor.spans[0].start != at:
-            words = "overlaps another" if tensor.spans[0].start < at else "leaves a hole before it"
-            raise ValueError(f"{tensor.name} {words}")
-        at = tensor.spans[0].stop
+    for name, entry in sorted(header.items(), key=lambda each: each[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        if base + start != at:
+            words = "overlaps another" if base + start < at else "leaves a hole before it"
+            raise ValueError(f"{name} {words}")
+        at = base + stop
     if at != ranges.size:
         raise ValueError(f"the tensors end at byte {at} of {ranges.size}; it is truncated, or something was added")

@@ -29,28 +29,17 @@ CELL_SHARE = 4  # of the budget: a zarr chunk is read whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileSpan:
-    """Bytes `[start, stop)` of a file."""
-
-    path: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """One array of a checkpoint. Nothing of it is in memory until it is read.
 
-    `fetch` reads a box and gives an array of the box's shape and the leaf's dtype. `spans` are its bytes, if it is
-    stored in one piece and uncompressed. `sources` are the tensors that it is computed from: what reading them takes
-    counts for it. `stored` gives the shape of a chunk and the boxes of those that exist, where a writer may leave out
-    those of its fill value.
+    `fetch` reads a box and gives an array of the box's shape and the leaf's dtype. `sources` are the tensors that it is
+    computed from: what reading them takes counts for it. `stored` gives the shape of a chunk and the boxes of those
+    that exist, where a writer may leave out those of its fill value.
     """
 
     item: str
     leaf: LeafInfo
     fetch: Callable[[Box], np.ndarray]
-    spans: tuple[FileSpan, ...] = ()
     sources: tuple[Tensor, ...] = ()
     stored: Callable[[], tuple[tuple[int, ...], Sequence[Box]]] | None = None
 
@@ -201,7 +190,11 @@ def _described(tensor: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatFacts:
-    """The facts that a checkpoint records besides its tensors. `unread`: items that only their own handlers read."""
+    """The facts that a checkpoint records besides its tensors. `unread`: items that only their own handlers read.
+
+    `stored_bytes`: of the file, or of those files of a directory that have tensors; None for an Orbax directory or a
+    slot, whose items have sizes of their own.
+    """
 
     kind: Literal["step", "item", "slot", "file", "directory"] = "file"
     step: int | None = None
@@ -210,6 +203,7 @@ class FormatFacts:
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    stored_bytes: int | None = None
 
 
 def left_out(what: str, names: Sequence[str]) -> tuple[str, ...]:

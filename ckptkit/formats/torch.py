@@ -14,8 +14,8 @@ from ckptkit.durable.lifecycle.places import readable
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.dtypes import TORCH, checked_shape, noted
 from ckptkit.formats.pickles import Rebuilt, UnsupportedValueError, unpickled
-from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, ranges_to_keep
-from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FileSpan, Tensor
+from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, fetch_strided, ranges_to_keep
+from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FormatFacts, Tensor
 from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
 from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.manifest import describe
@@ -60,6 +60,7 @@ def open_torch(path: str) -> Checkpoint:
         tensors=tensors,
         layout="zip",
         others=[("tree", leaf) for leaf in others],
+        facts=FormatFacts(stored_bytes=ranges.size),
         close=ranges.close,
     )
 
@@ -151,16 +152,11 @@ def _tensor(
     if elements and (value.offset < 0 or (last + 1) * dtype.itemsize > entry.size_bytes):
         raise ValueError(f"{name} is {dtype}{list(shape)}, and its storage has {entry.size_bytes} bytes")
     start = value.offset * dtype.itemsize
-    whole = not entry.compressed and strides == c_strides(shape)
     dtype, shape, key_impl = noted(dtype, shape, notes.get(name), set(TORCH.values()))
     if shape != checked_shape(value.shape):  # pairs of floats that are complex numbers
         strides = tuple(stride // 2 for stride in strides[:-1])
-    at = entry.start + start
     return Tensor(
         item="tree",
         leaf=LeafInfo(path=path, kind="tensor", dtype=dtype.name, shape=shape, key_impl=key_impl),
         fetch=partial(fetch_strided, EntryRanges(ranges, entry), start, shape, strides, dtype),
-        spans=(FileSpan(path=ranges.path, start=at, stop=at + elements * dtype.itemsize),)
-        if whole and elements
-        else (),
     )

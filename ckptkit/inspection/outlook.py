@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from ckptkit.restore.plan import Candidate, Key, RestorePlan, plan_restore, rank
 from ckptkit.restore.sources import SourceSearch
 from ckptkit.store.mounts import file_system_of
 from ckptkit.store.roots import root_url
+from ckptkit.util.plain import plain, plain_fields
 from ckptkit.util.words import on_each_host, repair_command
 
 FORMAT = 1
@@ -55,19 +56,10 @@ class Outlook:
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
         save = self.chosen.save_id
-        return {
-            "format": FORMAT,
-            "root": self.root,
-            "host_id": self.host_id,
-            "step": save.step,
-            "save_id": asdict(save) if save.ours else None,
-            "where": self.chosen.where,
-            "plan": None if self.plan is None else self.plan.to_json(),
-            "rejected": [{"tier": tier, "step": step, "reason": reason} for tier, step, reason in self.rejected],
-            "names": dict(self.names),
-            "notes": self.notes,
-            "problems": self.problems,
-        }
+        chosen = {"step": save.step, "save_id": plain(save) if save.ours else None, "where": self.chosen.where}
+        rejected = [{"tier": tier, "step": step, "reason": reason} for tier, step, reason in self.rejected]
+        found = plain_fields(self, without=("chosen", "rejected"))
+        return {"format": FORMAT, **chosen, **found, "rejected": rejected}
 
 
 def outlook(

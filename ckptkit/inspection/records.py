@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.listing import StepState
@@ -131,28 +131,13 @@ class StepEntry:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "step": self.step,
-            "state": self.state,
-            "save_id": None if self.save_id is None else asdict(self.save_id),
-            "committed_at_s": self.committed_at_s,
-            "processes": self.processes,
-            "expected_processes": self.expected,
-            "items": self.items,
-            "metrics": self.metrics,
-            "tiers": [
-                {
-                    "tier": holding.tier,
-                    "path": holding.path,
-                    "bytes": holding.held_bytes,
-                    "committed_at_s": holding.committed_at_s,
-                    "processes": holding.processes,
-                }
-                for holding in self.holdings
-            ],
-            "problem": self.problem,
-            "certified": self.certified,
-        }
+        processes = {"processes": self.processes, "expected_processes": self.expected}
+        tiers = [
+            {**plain_fields(holding, without=("held_bytes", "expected")), "bytes": holding.held_bytes}
+            for holding in self.holdings
+        ]
+        found = plain_fields(self, without=("holdings",))
+        return {**found, "committed_at_s": self.committed_at_s, **processes, "tiers": tiers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

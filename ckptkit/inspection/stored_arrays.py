@@ -265,18 +265,12 @@ def _sizes(values: Any, *, least: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def read_shardings(place: Place) -> dict[str, str]:
-    """Orbax's JSON of the sharding of each leaf of an item that was saved with one, by the leaf's name."""
-    recorded = place.json(SHARDINGS)
-    with readable(f"{place.url}/{SHARDINGS}"):
-        return {base64.urlsafe_b64decode(key).decode(): str(text) for key, text in (recorded or {}).items()}
-
-
 def _shardings(place: Place) -> dict[str, str]:
-    recorded = read_shardings(place)
+    """The sharding of each leaf of an item that was saved with one, in words, by the leaf's name."""
+    recorded = place.json(SHARDINGS) or {}
     with readable(f"{place.url}/{SHARDINGS}"):
-        words = {text: sharding_words(text) for text in set(recorded.values())}
-        return {name: words[text] for name, text in recorded.items()}
+        words = {text: sharding_words(str(text)) for text in set(recorded.values())}
+        return {base64.urlsafe_b64decode(key).decode(): words[text] for key, text in recorded.items()}
 
 
 def _key_impls(place: Place) -> dict[str, str]:

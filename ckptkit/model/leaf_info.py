@@ -70,12 +70,12 @@ def sharding_words(text: str) -> str:
 def parsed_sharding(words: str | None) -> tuple[tuple[tuple[str, ...], ...], dict[str, int]] | None:
     """The axes of each dimension and the axis sizes of a mesh, from the result of `sharding_words`; None for a sharding
     without a mesh."""
-    match = re.fullmatch(r"P\((.*)\) on (.*)", words or "")
+    match = re.fullmatch(r"P\((.*)\) on (.*)", words or "", re.DOTALL)
     if match is None:
         return None
     spec = ast.literal_eval(f"({match[1]},)" if match[1] else "()")
-    sizes = (pair.rpartition("=") for pair in match[2].split(",") if pair)
-    return tuple(map(axes_of, spec)), {axis: int(size) for axis, _, size in sizes}
+    sizes = re.findall(r"(.*?)=(-?[0-9]+)(?:,|$)", match[2], re.DOTALL)  # a name may have commas
+    return tuple(map(axes_of, spec)), {axis: int(size) for axis, size in sizes}
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from ckptkit.store.roots import root_url
 from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
 from ckptkit.surgery.stock import read_chosen
 from ckptkit.util.own_context import own_context
+from ckptkit.util.plain import plain_fields
 
 _LOOK_S = 60.0  # for the listing that distinguishes a root from a step
 
@@ -70,15 +71,7 @@ class SurgeryReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
-        return {
-            "where": self.where,
-            "step": self.step,
-            "item": self.item,
-            "read_bytes": dict(self.read_bytes),
-            "proven": self.proven,
-            "errors": {name: asdict(error) for name, error in self.errors.items()},
-            **self.plan.to_json(),
-        }
+        return {**plain_fields(self, without=("plan",)), **self.plan.to_json()}
 
 
 def restore_into(

@@ -23,6 +23,7 @@ from ckptkit.store import open_store
 from ckptkit.store.quarantine import QUARANTINE_DIR, arena_lock, try_lock
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
+from ckptkit.util.plain import plain_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +69,9 @@ class Cleaning:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {
-            "format": FORMAT,
-            "done": self.done,
-            "freed_bytes": self.freed_bytes,
-            "removed": [each.to_json() for each in self.removed],
-            "kept": [{**each.to_json(), "reason": why} for each, why in self.kept],
-            "notes": self.notes,
-        }
+        kept = [{**each.to_json(), "reason": why} for each, why in self.kept]
+        found = plain_fields(self, without=("kept",))
+        return {"format": FORMAT, "freed_bytes": self.freed_bytes, **found, "kept": kept}
 
 
 def list_arenas(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
@@ -19,6 +19,7 @@ from ckptkit.model.manifest import SaveId, new_id
 from ckptkit.model.tiers import DURABLE
 from ckptkit.store import open_store
 from ckptkit.upkeep.arenas import list_arenas
+from ckptkit.util.plain import plain
 from ckptkit.util.words import command_line
 from ckptkit.verification import verify
 from ckptkit.verification.records import VerifyProgress
@@ -55,15 +56,11 @@ class RollbackPlan:
             "format": FORMAT,
             "root": self.root,
             "step": self.step,
-            "save_id": None if self.save_id is None else asdict(self.save_id),
+            "save_id": plain(self.save_id),
             "epoch": self.after.epoch,
             "done": self.done,
             "abandoned": [
-                {
-                    "step": each.step,
-                    "save_id": None if each.save_id is None else asdict(each.save_id),
-                    "tiers": [holding.tier for holding in each.holdings],
-                }
+                {"step": each.step, "save_id": plain(each.save_id), "tiers": [held.tier for held in each.holdings]}
                 for each in self.abandoned
             ],
             "notes": self.notes,

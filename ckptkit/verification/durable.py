@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ from ckptkit.snapshot.empty_nodes import empties_of
 from ckptkit.snapshot.small_items import files_in
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
-from ckptkit.verification.stock import LeafInFile, StockLeaf, StockReads, Undigested
+from ckptkit.verification.stock import StockLeaf, StockReads, Undigested
 
 _WHY = {
     "arrays": "every chunk of {} decodes, and stock Orbax keeps no digests that would show a changed bit",
@@ -66,7 +67,7 @@ class _Looked:
 
     save_id: SaveId | None
     checks: Sequence[CellCheck]
-    leaves: Sequence[StockLeaf | LeafInFile]
+    leaves: Sequence[StockLeaf]
     findings: Sequence[Finding]
     notes: Sequence[str]
     undigested: Mapping[str, Sequence[str]]  # items of which no digests were kept, by the words of `_WHY`
@@ -258,7 +259,7 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
             _check_custom(place, first.custom)
     return _Looked(
         save_id=None if first is None else first.save_id,
-        checks=checks,
+        checks=[*checks, *stock.checks],
         leaves=stock.leaves,
         findings=tuple(dict.fromkeys(findings)),
         notes=stock.notes,
@@ -338,33 +339,20 @@ def _our_checks(reader: DurableReader, item: Place, manifests: Sequence[Manifest
     for manifest in manifests:
         for name, leaf, _, cell, start, stop, digest in digested_cells(manifest):
             if name == item.name:
-                yield _cell_check(reader, item.url, item.name, leaf, cell, stop - start, digest)
+                yield CellCheck(
+                    path=item.url,
+                    item=name,
+                    leaf=leaf.name,
+                    box=cell,
+                    size_bytes=stop - start,
+                    memory_bytes=2 * (stop - start),  # as it was stored, and decoded
+                    expected=digest,
+                    read=partial(_digest, reader, name, leaf, cell),
+                )
 
 
-def _cell_check(
-    reader: DurableReader,
-    url: str,
-    item: str,
-    leaf: LeafRecord,
-    cell: Box,
-    size_bytes: int,
-    digest: str,
-) -> CellCheck:
-    """The check of a cell against its digest."""
-
-    def read() -> str:
-        return digest_of(np.ascontiguousarray(reader.read_cell(item, leaf, cell)).reshape(-1).view(np.uint8))
-
-    return CellCheck(
-        path=url,
-        item=item,
-        leaf=leaf.name,
-        box=cell,
-        size_bytes=size_bytes,
-        memory_bytes=2 * size_bytes,  # as it was stored, and decoded
-        expected=digest,
-        read=read,
-    )
+def _digest(reader: DurableReader, item: str, leaf: LeafRecord, cell: Box) -> str:
+    return digest_of(np.ascontiguousarray(reader.read_cell(item, leaf, cell)).reshape(-1).view(np.uint8))
 
 
 def _check_structure(

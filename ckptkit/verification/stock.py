@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import add
 from typing import Literal, final
 
 import numpy as np
@@ -28,7 +29,7 @@ from ckptkit.durable.lifecycle.places import Place, item_kind, json_value
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.stored_arrays import ChunkGrid, StoredArray, open_kvstore, read_arrays, stores_all
 from ckptkit.model import paths
-from ckptkit.model.boxes import Box
+from ckptkit.model.boxes import Box, blocks_of
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.leaf_info import LeafInfo
 from ckptkit.model.paths import array_prefix
@@ -124,7 +125,9 @@ class StockLeaf:
         self._lock = threading.Lock()
         self._damaged = 0
         self.name = f"{name}:{leaf.name}"
-        self.count = sum(math.prod(map(len, _starts(chunk, leaf.cell))) for chunk in chunks)
+        self.count = sum(
+            math.prod(-(-size // rows) for size, rows in zip(chunk.shape, leaf.cell, strict=True)) for chunk in chunks
+        )
         self.size_bytes = sum(chunk.size for chunk in chunks) * self._itemsize
         # As stored, decoded, and the part that was asked for.
         self.memory_bytes = 3 * math.prod(leaf.cell) * self._itemsize
@@ -165,37 +168,16 @@ class StockLeaf:
             raise
 
 
-@final
-class LeafInFile:
-    """The one read of an array that is in an item's one file, of which all has been read and decoded."""
-
-    count = 1
-
-    def __init__(self, item: Place, name: str, leaf: LeafInfo):
-        self._item, self._name, self._leaf = item, name, leaf
-        self.name = f"{name}:{leaf.name}"
-        self.size_bytes, self.memory_bytes = leaf.array_bytes, 0  # it was read, and is held, with its file
-
-    def checks(self) -> Iterator[CellCheck]:
-        """Counts it."""
-        yield CellCheck(
-            path=self._item.url,
-            item=self._name,
-            leaf=self._leaf.name,
-            box=Box.whole(self._leaf.shape or ()),
-            size_bytes=self.size_bytes,
-            memory_bytes=0,
-            expected=None,
-            read=lambda: None,
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockReads:
-    """The reads for items of stock Orbax, their damage, and the parts that a restart does not need."""
+    """The reads for items of stock Orbax, their damage, and the parts that a restart does not need.
+
+    `checks` are of arrays in an item's one file, of which all has been read and decoded: they only count them.
+    """
 
     timeout_s: float
-    leaves: list[StockLeaf | LeafInFile] = field(default_factory=list)
+    leaves: list[StockLeaf] = field(default_factory=list)
+    checks: list[CellCheck] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -227,8 +209,8 @@ class StockReads:
         return "unknown"
 
 
-def _stock_leaves(item: Place, name: str, reads: StockReads) -> list[StockLeaf | LeafInFile]:
-    """The arrays of an item. Cost: the metadata, and a listing of the item's keys."""
+def _stock_leaves(item: Place, name: str, reads: StockReads) -> list[StockLeaf]:
+    """The arrays of an item that are stored in chunks. Cost: the metadata, and a listing of the item's keys."""
     timeout_s, findings = reads.timeout_s, reads.findings
     small = _SmallChunks(item, timeout_s)
     stored = read_arrays(item, timeout_s=timeout_s, inline=small.inline())
@@ -239,20 +221,31 @@ def _stock_leaves(item: Place, name: str, reads: StockReads) -> list[StockLeaf |
     keys = sorted(key.decode(errors="replace") for key in listed)
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})  # every chunk is read once
     limits_s = {"open_timeout_s": timeout_s, "read_timeout_s": timeout_s}
-    made: list[StockLeaf | LeafInFile] = []
+    made: list[StockLeaf] = []
     for leaf in stored.leaves:
         if leaf.shape is None or 0 in leaf.shape:
             continue
         if leaf.path in stored.held:
-            made.append(LeafInFile(item, name, leaf))
+            check = CellCheck(
+                path=item.url,
+                item=name,
+                leaf=leaf.name,
+                box=Box.whole(leaf.shape),
+                size_bytes=leaf.array_bytes,
+                memory_bytes=0,  # it was read, and is held, with its file
+                expected=None,
+                read=lambda: None,
+            )
+            reads.checks.append(check)
             continue
         grid = stored.grids[leaf.name]
         counts = tuple(-(-size // rows) for size, rows in zip(leaf.shape, grid.chunk, strict=True))
         found = _stored(keys, array_prefix(leaf.name), grid, counts)
+        chunks = [_box(index, grid, leaf) for index in sorted(found)]
         if all_stored:
-            findings += _missing(item, name, leaf, grid, counts, found)
+            findings += _missing(item, name, leaf, grid, math.prod(counts), chunks)
         array = StoredArray(item, leaf, stored.layout, context, fill_missing=not all_stored, **limits_s)
-        made.append(StockLeaf(item, name, leaf, [_box(index, grid, leaf) for index in sorted(found)], array, small))
+        made.append(StockLeaf(item, name, leaf, chunks, array, small))
     return made
 
 
@@ -273,18 +266,19 @@ def _stored(keys: Sequence[str], prefix: str, grid: ChunkGrid, counts: _Index) -
 
 
 def _missing(
-    item: Place, name: str, leaf: LeafInfo, grid: ChunkGrid, counts: _Index, found: set[_Index]
+    item: Place, name: str, leaf: LeafInfo, grid: ChunkGrid, count: int, chunks: Sequence[Box]
 ) -> Iterator[Finding]:
-    """The first chunks that are not stored, by name, and how many others there are."""
-    missing = math.prod(counts) - len(found)
+    """The first of `count` chunks that are not stored, by name, and how many others there are."""
+    missing = count - len(chunks)
     if missing <= 0:
         return
-    absent = (index for index in _places(list(map(range, counts))) if index not in found)
-    for index in itertools.islice(absent, _NAMED_MAX):
-        box = _box(index, grid, leaf)
+    assert leaf.shape is not None
+    found = set(chunks)
+    absent = (box for box in blocks_of(leaf.shape, grid.chunk) if box not in found)
+    for box in itertools.islice(absent, _NAMED_MAX):
         yield Finding(path=item.url, problem="the chunk is not there", item=name, leaf=leaf.name, box=box)
     if missing > _NAMED_MAX:
-        problem = f"{missing - _NAMED_MAX} more chunks are not there: of {math.prod(counts)} {len(found)} are stored"
+        problem = f"{missing - _NAMED_MAX} more chunks are not there: of {count} {len(found)} are stored"
         yield Finding(path=item.url, problem=problem, item=name, leaf=leaf.name)
 
 
@@ -295,21 +289,7 @@ def _box(index: _Index, grid: ChunkGrid, leaf: LeafInfo) -> Box:
     return Box(start, stop)
 
 
-def _starts(chunk: Box, cell: _Index) -> list[range]:
-    return [range(a, b, rows) for a, b, rows in zip(chunk.start, chunk.stop, cell, strict=True)]
-
-
 def _cells(chunk: Box, cell: _Index) -> Iterator[Box]:
     """The parts of a chunk that are read whole: itself, or the chunks in a shard."""
-    for start in _places(_starts(chunk, cell)):
-        yield Box(start, tuple(min(a + rows, stop) for a, rows, stop in zip(start, cell, chunk.stop, strict=True)))
-
-
-def _places(along: Sequence[range]) -> Iterator[_Index]:
-    """As `itertools.product`, which would hold every number of a range that a damaged shape makes long."""
-    for number in range(math.prod(map(len, along))):
-        place = []
-        for each in reversed(along):
-            number, at = divmod(number, len(each))
-            place.append(each[at])
-        yield tuple(reversed(place))
+    for part in blocks_of(chunk.shape, cell):
+        yield Box(tuple(map(add, chunk.start, part.start)), tuple(map(add, chunk.start, part.stop)))

@@ -51,5 +51,6 @@ def test_words_of_a_sharding_are_read_back() -> None:
         {"a": 2, "b": 3, "fsdp": 4},
     )
     assert parsed_sharding("P() on data=2") == ((), {"data": 2})
+    assert parsed_sharding("P('a,b') on a,b=2,c=3") == ((("a,b",),), {"a,b": 2, "c": 3})
     assert parsed_sharding("one device (cpu:0)") is None
     assert parsed_sharding(None) is None

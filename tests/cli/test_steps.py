@@ -274,17 +274,17 @@ def test_json_shape_is_documented(ckpt: Run, ours: Ours) -> None:
         "step",
         "state",
         "save_id",
+        "items",
+        "metrics",
+        "problem",
+        "certified",
         "committed_at_s",
         "processes",
         "expected_processes",
-        "items",
-        "metrics",
         "tiers",
-        "problem",
-        "certified",
     ]
     assert list(found["steps"][0]) == entry
-    tier = ["tier", "path", "bytes", "committed_at_s", "processes"]
+    tier = ["tier", "path", "committed_at_s", "processes", "bytes"]
     assert list(found["steps"][0]["tiers"][0]) == tier
     page = (Path(__file__).parents[2] / "docs/CLI.md").read_text()
     assert [name for name in (*top, *entry, *tier) if f"`{name}`" not in page] == []

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.upkeep import list_arenas
+from ckptkit.util import clock
 from tests.cli.conftest import HOST, Ours, Run
 from tests.upkeep.conftest import make_root
 from tests.upkeep.test_prune import flip
@@ -129,6 +131,18 @@ def test_clean_without_a_match_lists_existing_arenas(ckpt: Run, ours: Ours, tmp_
     (tmp_path / "ram").mkdir()
     assert "hold no arena of any job" in ckpt("tiers", "clean", tmp_path / "ram", "--idle", "0s").out
     assert json.loads(ckpt(*clean, "--job", job, "--host-id", HOST, "--json").out)["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("idle", "kept"),
+    [("0s", False), ("0.9", False), ("59s", False), ("1min", False), ("2m", True), ("0.1h", True), ("1d", True)],
+)
+def test_idle_time_has_units(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch, idle: str, kept: bool) -> None:
+    """Another unit than the one meant would free the slots of a job that saves every hour."""
+    newest_s = max(entry.used_at_s or 0.0 for entry in list_arenas([str(ours.ram)]))
+    monkeypatch.setattr(clock, "wall_s", lambda: newest_s + 90.0)
+    said = ckpt("tiers", "clean", ours.ram, "--idle", idle, "--host-id", HOST, "--dry-run", "--json")
+    assert bool(json.loads(said.out)["kept"]) == kept
 
 
 def test_copy_goes_on_behind_damaged_steps_and_reports_what_was_copied(ckpt: Run, tmp_path: Path) -> None:

@@ -277,6 +277,16 @@ def test_unread_safetensors_content_is_reported(tmp_path: Path) -> None:
         assert plan_convert(opened, str(tmp_path.parent / "t.npz"), "npz").notes == expected
 
 
+def test_bytes_of_linked_files_are_counted(tmp_path: Path) -> None:
+    """A model in Hugging Face's cache, whose files are links, would take 0 bytes."""
+    pytest.importorskip("safetensors")
+    blob = writers.by_safetensors(tmp_path / "blob.safetensors", {"a": values("float32", (2,))})
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").symlink_to(blob)
+    assert ckptkit.inspect(str(model)).items[0].stored_bytes == blob.stat().st_size
+
+
 def test_files_that_an_index_leaves_out_are_named(tmp_path: Path) -> None:
     """A shard that an index forgot would be dropped without a message, and its bytes be counted."""
     pytest.importorskip("safetensors")

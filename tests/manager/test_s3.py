@@ -167,9 +167,7 @@ def test_service_that_ignores_conditions_is_refused(root: str, monkeypatch: pyte
     monkeypatch.setattr(s3_responses.S3Response, "put_object", ignores)
     with ckptkit.CheckpointManager(root) as manager:
         manager.save(1, args=ocp.args.StandardSave(make_state(1)))
-        with pytest.raises(
-            ckptkit.SaveFailedError, match=r"00000001\.json twice, .* service that obeys"
-        ):
+        with pytest.raises(ckptkit.SaveFailedError, match=r"00000001\.json twice, .* service that obeys"):
             manager.wait_until_finished()
 
 

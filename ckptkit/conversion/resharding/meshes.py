@@ -12,9 +12,6 @@ from typing import final
 
 import numpy as np
 
-from ckptkit.errors import CheckpointError
-from ckptkit.model.leaf_info import axes_of
-
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that split it; trailing ones may be left out
 
 _AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([0-9]{1,7})")
@@ -127,15 +124,3 @@ def sharding_json(spec: Spec, mesh: Mesh) -> str:
             "partition_spec": [None if not part else part[0] if len(part) == 1 else list(part) for part in spec],
         }
     )
-
-
-def sharding_of_json(text: str) -> tuple[Spec, Mesh] | None:
-    """Spec and mesh of Orbax's JSON; None if it is not a `NamedSharding`. Raises `CheckpointError` for other text."""
-    try:
-        record = json.loads(text)
-        if record["sharding_type"] != "NamedSharding":
-            return None
-        axes = zip(map(str, record["axis_names"]), map(int, record["shape"]), strict=True)
-        return tuple(map(axes_of, record["partition_spec"])), Mesh(tuple(axes))
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{text[:100]!r} is no sharding: {error}") from error

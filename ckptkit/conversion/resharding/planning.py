@@ -51,16 +51,7 @@ def chunk_shape(
 
 def worst_amplification(shape: Sequence[int], boxes: Sequence[Sequence[int]], grid: Sequence[int]) -> float:
     """The mean amplification of the mesh that has the worst, when an array is stored in a grid of such chunks."""
-    return max(math.prod(_along(*sizes) for sizes in zip(shape, box, grid, strict=True)) for box in boxes)
-
-
-@lru_cache(maxsize=4096)
-def _along(size: int, rows: int, step: int) -> float:
-    """Amplification along one dimension: the mean over its boxes."""
-    if step % rows == 0 or rows % step == 0:
-        return max(1.0, -(-rows // step) * step / rows)
-    touched = sum((low + rows - 1) // step - low // step + 1 for low in range(0, size, rows))
-    return touched * step / size
+    return max(reads(shape, grid, box) for box in boxes) / math.prod(shape)
 
 
 def _compromise(
@@ -268,6 +259,7 @@ class Amplification:
         return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
 
 
+@lru_cache(maxsize=4096)  # a model has many leaves of few kinds
 def read_by_devices(shape: tuple[int, ...], spec: Spec, mesh: Mesh, cell: tuple[int, ...]) -> np.ndarray:
     """For each device, in the mesh's order, the elements that it reads of one array: int64[devices].
 
@@ -283,8 +275,6 @@ def read_by_devices(shape: tuple[int, ...], spec: Spec, mesh: Mesh, cell: tuple[
     return found
 
 
-_remembered = lru_cache(maxsize=4096)(read_by_devices)  # a model has many leaves of few kinds
-
 Laid = tuple[tuple[int, ...], Spec, tuple[int, ...], int]  # shape, spec, cell, bytes per element
 
 
@@ -296,7 +286,7 @@ def amplification(leaves: Sequence[Laid], mesh: Mesh) -> Amplification:
     read = np.zeros(mesh.devices, np.int64)
     needed = 0
     for (shape, spec, cell, itemsize), count in counts.items():
-        read += _remembered(shape, spec, mesh, cell) * (itemsize * count)
+        read += read_by_devices(shape, spec, mesh, cell) * (itemsize * count)
         needed += math.prod(box_shape(shape, spec, mesh)) * itemsize * count
     worst = float(read.max()) / needed if needed else 1.0
     return Amplification(read_bytes=int(read.sum()), needed_bytes=needed * mesh.devices, worst=worst)

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.conversion.resharding.meshes import Spec, sharding_of_json
+from ckptkit.conversion.resharding.meshes import Spec
 from ckptkit.durable.lifecycle.places import Place, readable
 from ckptkit.durable.lifecycle.step_records import own_sidecars, read_sidecars, sidecar_processes
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint, Tensor
-from ckptkit.inspection.stored_arrays import read_shardings
 from ckptkit.model import paths
+from ckptkit.model.leaf_info import parsed_sharding
 from ckptkit.model.manifest import STRUCTURE, LeafKind, LeafRecord, SaveId
 from ckptkit.util.words import command_line
 
@@ -122,13 +122,14 @@ def specs_like(path: str, *, timeout_s: float) -> dict[str, Spec]:
     Raises `CheckpointError` if the checkpoint does not record it.
     """
     with open_checkpoint(path, timeout_s=timeout_s) as opened:
-        place = Place.open(opened.path, timeout_s=timeout_s)
         found: dict[str, Spec] = {}
-        for name in {tensor.item for tensor in opened.tensors}:
-            texts = read_shardings(place.below(name) if opened.facts.kind == "step" else place)
-            for leaf, text in texts.items():
-                named = sharding_of_json(text)
-                found[leaf] = () if named is None else named[0]
+        for tensor in opened.tensors:
+            if tensor.leaf.sharding is not None:
+                named = parsed_sharding(tensor.leaf.sharding)
+                found[tensor.name] = () if named is None else named[0]
+        damaged = [note for note in opened.facts.notes if f"/{paths.SHARDINGS} " in note]
+    if not found and damaged:
+        raise CorruptCheckpointError("; ".join(damaged), path=path)
     if not found:
         raise CheckpointError(f"{path} has no {paths.SHARDINGS}, so the layout of its leaves is unknown", path=path)
     return found

@@ -24,6 +24,7 @@ from ckptkit.formats import open_checkpoint
 from ckptkit.model.durable_profile import Codec, DurableProfile
 from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
+from ckptkit.util.plain import plain_fields
 
 PROBE_BYTES = 256 << 20
 _LARGE_BYTES = 64 << 20  # a leaf of a probe without a state: the largest cell
@@ -75,14 +76,8 @@ class TunePlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values."""
-        return {
-            "url": self.url,
-            "probe_bytes": self.probe_bytes,
-            "rounds": self.rounds,
-            "written_bytes": self.written_bytes,
-            "profiles": [dataclasses.asdict(profile) for profile in self.profiles],
-            "compressions": [dataclasses.asdict(each) for each in self.compressions],
-        }
+        sizes = {"probe_bytes": self.probe_bytes, "written_bytes": self.written_bytes}
+        return {**plain_fields(self, without=("leaves", "encodings", "sampled")), **sizes}
 
 
 def tune(

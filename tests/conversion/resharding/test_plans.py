@@ -14,17 +14,10 @@ from hypothesis import strategies as st
 
 from ckptkit.conversion.passes import block_shape, reads
 from ckptkit.conversion.resharding.executing import share_of
-from ckptkit.conversion.resharding.meshes import (
-    Mesh,
-    Spec,
-    box_shape,
-    default_spec,
-    full_spec,
-    sharding_json,
-    sharding_of_json,
-)
+from ckptkit.conversion.resharding.meshes import Mesh, Spec, box_shape, default_spec, full_spec, sharding_json
 from ckptkit.conversion.resharding.planning import amplification, chunk_shape, read_by_devices, worst_amplification
 from ckptkit.model.boxes import Box, blocks_of, boxes_of_cells, cells_of, pieces_of
+from ckptkit.model.leaf_info import parsed_sharding, sharding_words
 
 SIZES = st.integers(1, 12)
 GRIDS = st.integers(1, 3).flatmap(
@@ -93,7 +86,7 @@ def test_boxes_equal_those_of_jax(axes: str, spec: Spec) -> None:
     indices = sharding.devices_indices_map(shape)
     expected = [Box.of_index(indices[device], shape) for device in real.devices.reshape(-1)]
     assert boxes_of_devices(shape, spec, mesh) == expected
-    assert sharding_of_json(sharding_json(spec, mesh)) == (spec, mesh)
+    assert parsed_sharding(sharding_words(sharding_json(spec, mesh))) == (spec, dict(mesh.axes))
 
 
 @given(st.lists(st.integers(1, 40), min_size=0, max_size=4), st.sampled_from(["a=2,b=4", "a=3,b=2,c=2", "a=8", "a=1"]))

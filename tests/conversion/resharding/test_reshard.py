@@ -177,6 +177,19 @@ def test_like_copies_the_specs_of_another_checkpoint(ckpt: Run, striped: Path, o
     assert "has no sharding in the checkpoint that --like names" in said.err
 
 
+@pytest.mark.parametrize("content", ["no JSON", '{"dzA=": "no JSON"}', '{"dzA=": "{\\"sharding_type\\": 3"}'])
+def test_damaged_shardings_of_the_other_checkpoint_are_named(
+    ckpt: Run, striped: Path, tmp_path: Path, content: str
+) -> None:
+    """A checkpoint that recorded its layout would seem to be one that never did."""
+    shutil.copytree(striped, tmp_path / "8")
+    (tmp_path / "8/default/_sharding").write_text(content)
+    said = ckpt("reshard", striped, tmp_path / "9", "--mesh", "x=4", "--like", tmp_path / "8")
+    assert said.code == 11
+    assert "_sharding cannot be" in said.err
+    assert not (tmp_path / "9").exists()
+
+
 @pytest.mark.parametrize(
     ("rules", "why"),
     [
