@@ -16,14 +16,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ckptkit.conversion.casting import rounded
-from ckptkit.durable.lifecycle.places import Place, item_kind
-from ckptkit.durable.lifecycle.step_records import sidecar_processes
-from ckptkit.errors import StepNotFoundError, SurgeryError
-from ckptkit.manager.checkpoint_manager import CheckpointManager
-from ckptkit.model import paths
-from ckptkit.model.leaf_patterns import Rule
-from ckptkit.model.manifest import LeafRecord
-from ckptkit.model.quantization import (
+from ckptkit.conversion.quantized_values import (
     LeafError,
     dequantize,
     error_of,
@@ -32,12 +25,19 @@ from ckptkit.model.quantization import (
     scales_for,
     spread,
 )
+from ckptkit.durable.lifecycle.places import Place, item_kind
+from ckptkit.durable.lifecycle.step_records import sidecar_processes
+from ckptkit.errors import StepNotFoundError, SurgeryError
+from ckptkit.manager.checkpoint_manager import CheckpointManager
+from ckptkit.model import paths
+from ckptkit.model.manifest import LeafRecord
 from ckptkit.restore.request import Choose
 from ckptkit.restore.stock_restore import choose_of_stock
 from ckptkit.restore.tree import abstract_keys, key_shape, put_at
 from ckptkit.snapshot.abstract import state_of
 from ckptkit.store.roots import root_url
 from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
+from ckptkit.surgery.rules import Rule
 from ckptkit.util.own_context import own_context
 
 _LOOK_S = 60.0  # for the listing that distinguishes a root from a step
