@@ -16,8 +16,9 @@ from rich.table import Table
 from bench.fault_places import CONTENDERS, OURS, Places
 from bench.fault_run import Outcome
 from bench.fault_schedule import gap_closed
+from bench.resume_phases import Phase, resumes
 from ckptkit.events import Event, Kind
-from ckptkit.goodput import Phase, goodput_report, load_run, resumes
+from ckptkit.goodput import goodput_report, load_run
 from ckptkit.launch import ExitCode
 
 FIGURES: Mapping[str, str] = {

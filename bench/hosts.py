@@ -30,8 +30,8 @@ from rich.table import Table
 
 from bench.environment import WORKER_ENV, environment, store_result
 from bench.kill_hosts import Hosts, running_hosts
+from bench.resume_phases import Phase, resumes
 from ckptkit.events import Kind, read_events
-from ckptkit.goodput import Phase, resumes
 from ckptkit.launch import ExitCode, free_port
 from ckptkit.launch.harm import emptied
 from ckptkit.launch.run_command import SECRET_NAME

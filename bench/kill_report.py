@@ -14,8 +14,9 @@ from rich.table import Table
 
 from bench.kill_oracle import Save
 from bench.kill_worker import RAM_EVERY
+from bench.resume_phases import Phase, resumes
 from ckptkit.events import Event, Kind, read_events
-from ckptkit.goodput import Phase, goodput_report, resumes
+from ckptkit.goodput import goodput_report
 
 LOST_BAR = RAM_EVERY + 1
 

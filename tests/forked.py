@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.launch import ExitCode, Launcher, WarmStart, host
+from ckptkit.launch import ExitCode, Launcher, WarmStart, standby
 from ckptkit.launch.child import Running
 from ckptkit.launch.command import python_command
 from ckptkit.launch.standby import Standby, StandbyError
@@ -109,7 +109,7 @@ def launch_forked(launcher: Launcher) -> ExitCode:
 def one_template() -> Iterator[None]:
     """Every launcher of the block takes the template of the test process for its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "Standby", _Borrowed)
+        patch.setattr(standby, "Standby", _Borrowed)
         yield
 
 
@@ -129,6 +129,10 @@ class _Borrowed:
     ):
         assert not prefix, "workers with words before their command need their own template"
         self._env = env
+
+    @property
+    def is_importing(self) -> bool:
+        return _template().is_importing
 
     def is_ready(self) -> bool:
         return True

@@ -33,9 +33,9 @@ from ckptkit.conversion import (
 from ckptkit.conversion import convert as convert_tensors
 from ckptkit.conversion.converting import SHARD_BYTES, TargetFormat
 from ckptkit.conversion.destination import forget_finished
+from ckptkit.conversion.quantized_values import LeafError
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint
-from ckptkit.model.quantization import LeafError
 
 _ERRORS_SHOWN = 10  # of the leaves that are quantised
 

@@ -25,6 +25,7 @@ from ckptkit.conversion.item_writer import require_tree, write_step
 from ckptkit.conversion.journal import Journal, fingerprint
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped
 from ckptkit.conversion.passes import BytesProgress, counted
+from ckptkit.conversion.quantized_values import DTYPES, LeafError
 from ckptkit.conversion.quantizing import (
     Quantization,
     QuantizedWeights,
@@ -40,7 +41,6 @@ from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
 from ckptkit.model.paths import is_utf8
-from ckptkit.model.quantization import DTYPES, LeafError
 from ckptkit.store.backends import properties_of
 from ckptkit.util.disk_file import FileWrites
 from ckptkit.util.words import first_of

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.conversion.leaf_patterns import short_names
 from ckptkit.conversion.mapping import LeafNames, add_into, is_floating
 from ckptkit.conversion.scales import plain_advice, scaled_text
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.errors import CheckpointError, MergeError
 from ckptkit.formats.tensors import Checkpoint, Tensor
 from ckptkit.model.boxes import Box
-from ckptkit.model.leaf_patterns import short_names
 from ckptkit.model.manifest import describe
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's, next to an adapter's weights

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 
 from ckptkit.conversion.casting import Cast
+from ckptkit.conversion.leaf_patterns import Rename, matches, short_names
 from ckptkit.conversion.scales import scaled_text
 from ckptkit.durable.lifecycle.places import local_kind, nothing_at, require_regular
 from ckptkit.errors import CheckpointError, StepNotFoundError
@@ -21,7 +22,6 @@ from ckptkit.formats.dtypes import plain_dtype
 from ckptkit.formats.tensors import Tensor
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_info import LeafInfo
-from ckptkit.model.leaf_patterns import Rename, matches, short_names
 from ckptkit.util.words import first_of
 
 _T = TypeVar("_T")

@@ -15,15 +15,9 @@ from typing import Any, Literal, final
 
 import numpy as np
 
+from ckptkit.conversion.leaf_patterns import without_nnx_leaf
 from ckptkit.conversion.mapping import LeafNames, Tensors, is_floating
-from ckptkit.conversion.scales import SCALE, block_of, per_block, scale_name, scale_of
-from ckptkit.errors import CheckpointError, StepNotFoundError
-from ckptkit.formats.tensors import Tensor
-from ckptkit.model.boxes import Box
-from ckptkit.model.leaf_info import LeafInfo
-from ckptkit.model.leaf_patterns import without_nnx_leaf
-from ckptkit.model.manifest import describe
-from ckptkit.model.quantization import (
+from ckptkit.conversion.quantized_values import (
     LeafError,
     Quantized,
     dequantize,
@@ -32,6 +26,12 @@ from ckptkit.model.quantization import (
     scales_for,
     spread,
 )
+from ckptkit.conversion.scales import SCALE, block_of, per_block, scale_name, scale_of
+from ckptkit.errors import CheckpointError, StepNotFoundError
+from ckptkit.formats.tensors import Tensor
+from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_info import LeafInfo
+from ckptkit.model.manifest import describe
 
 _PART = 1 << 18  # elements that are made wide at once
 # Embeddings and the head stay as they are by default, as in the recipes of the public tools.

@@ -11,12 +11,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ckptkit.conversion.leaf_patterns import without_nnx_leaf
+from ckptkit.conversion.quantized_values import block_that_fits, blocks_of_scales, blocks_text
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import Checkpoint, Tensor
-from ckptkit.model.leaf_patterns import without_nnx_leaf
 from ckptkit.model.manifest import describe
-from ckptkit.model.quantization import block_that_fits, blocks_of_scales, blocks_text
 from ckptkit.util.words import command_line
 
 CONFIG = "config.json"  # of Hugging Face's models

@@ -72,7 +72,7 @@ class Interval(NamedTuple):
 
     start_s: float
     end_s: float
-    part: Any  # a `Part`; of a resume, a `Phase`
+    part: Any  # a `Part`; the benchmarks have their own
     layer: int
 
 
@@ -95,7 +95,7 @@ def partition(intervals: Iterable[Interval]) -> list[Interval]:
 def sum_parts(
     segments: Sequence[Interval], from_s: float, to_s: float, parts: Iterable[Any] = Part
 ) -> dict[Any, float]:
-    """Seconds of each part, or of each phase where these are the `parts`, between two moments.
+    """Seconds of each of the `parts` between two moments.
 
     `segments` are disjoint and in order, as `partition` makes them. Cost: those between the two moments, and a
     bisection.

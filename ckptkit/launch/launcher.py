@@ -22,7 +22,7 @@ from ckptkit.launch.policy import (
     free_port,
     specs_of,
 )
-from ckptkit.launch.roster import Report, Roster
+from ckptkit.launch.roster import Roster
 from ckptkit.launch.signals import Told, passed_by, signals_mean
 from ckptkit.launch.status import Status
 from ckptkit.launch.watch import Hang, Watch
@@ -65,7 +65,6 @@ class Launcher:
         self._events = events or EventLog(process=-1)
         self._local = LocalHost(workers, self._hooks, self._fail, self._is_told)
         self._watch = Watch(hang) if workers.warm is not None else None
-        self._children: list[Child] = []
         self._wiped: dict[int, tuple[str, ...]] = {}
         self._errors: list[Exception] = []
         self._killed_s: dict[int, float] = {}
@@ -129,7 +128,7 @@ class Launcher:
         """
         self._wiped[process] = tuple(wiped)  # first: the loss is noticed at once
         self._killed_s[process] = monotonic_s()
-        if any(child.signal(signal.SIGKILL) for child in self._children if child.process == process):
+        if self.signal(process, signal.SIGKILL):
             return True
         self._wiped.pop(process, None)
         return False
@@ -149,7 +148,7 @@ class Launcher:
 
     def signal(self, process: int, signum: int) -> bool:
         """Sends a signal to `process` of this host; False when it is not running. From any thread."""
-        return any(child.signal(signum) for child in self._children if child.process == process)
+        return any(child.signal(signum) for child in self._local.children if child.process == process)
 
     def _run_attempts(self) -> ExitCode:
         in_a_row = 0
@@ -208,10 +207,9 @@ class Launcher:
                 self._status.all_ended(monotonic_s() - noticed_s)
             return loss or self._how_it_ended()
         finally:
-            self._children = self._local.children
             self._stop_all()
             self._local.children = []
-            self._children, self._wiped, self._killed_s, self._codes = [], {}, {}, {}
+            self._wiped, self._killed_s, self._codes = {}, {}, {}
             if self._errors:
                 raise self._errors.pop()
 
@@ -229,10 +227,9 @@ class Launcher:
         if self._watch is not None:
             self._watch.begin(attempt)
         self._to_pass.clear()  # they were for workers that have ended: new ones have no handlers yet
-        self._children = self._local.children
-        for child in self._children:  # only now: `on_output` may `kill` any of them
+        for child in self._local.children:  # only now: `on_output` may `kill` any of them
             child.start_reading()
-        self._status.running(attempt, {child.process: child.pid for child in self._children}, self._total)
+        self._status.running(attempt, {child.process: child.pid for child in self._local.children}, self._total)
 
     def _tell_loss(self, attempt: int, loss: Loss) -> None:
         noticed_s = monotonic_s()
@@ -249,7 +246,7 @@ class Launcher:
 
     def _how_it_ended(self) -> ExitCode:
         """How the job ended with an attempt in which nothing was lost."""
-        codes = {child.process: child.returncode for child in self._children} | self._codes
+        codes = {child.process: child.returncode for child in self._local.children} | self._codes
         well = {process for process, code in codes.items() if code is not None and not Loss.is_one(code)}
         if not codes or len(well) < self._total:
             if self._is_preempted and codes:
@@ -277,36 +274,31 @@ class Launcher:
 
     def _wait_for_loss(self) -> Loss | None:
         """Returns at the first child that is lost, or None once all have, or when it must stop."""
-        alive = list(self._children)
-        others = self._total - len(self._children) if alive else 0  # workers of other hosts
+        alive = list(self._local.children)
+        others = self._total - len(alive) if alive else 0  # workers of other hosts
         while (alive or len(self._codes) < others) and not (self._is_told() or self._errors):
             ended = self._wait(alive, None if self._watch is None else _TICK_S)
             alive = [child for child in alive if child not in ended]
             codes = [(child.process, child.reap()) for child in ended]
             losses = [Loss(process=process, returncode=code) for process, code in codes if Loss.is_one(code)]
-            losses += self._losses_elsewhere()
+            losses += self._take_reports()
             if losses and not self._errors:
                 return self._silent(min(losses, key=self._blame), alive)
             while self._to_pass:
                 self._local.signal(self._to_pass.pop(0))
             if self._watch is not None and (hung := self._look(self._watch)) is not None:
                 return hung
-        if self._watch is not None and self._children:
+        if self._watch is not None and self._local.children:
             self._take_beats(self._watch)  # the last steps of the attempt
         return None
 
-    def _losses_elsewhere(self) -> list[Loss]:
-        """Takes what other hosts have reported."""
-        found: list[Loss] = []
-        while self._roster is not None and (report := self._roster.take()) is not None:
-            found += self._losses_of(self._roster, report)
-        return found
-
-    def _losses_of(self, roster: Roster, report: Report) -> list[Loss]:
-        if report.kind == "lost":
-            return [Loss(process=roster.first_process(report.host), returncode=-signal.SIGKILL, why=report.why)]
-        self._codes.update(report.ended)
-        return [Loss(process=process, returncode=code) for process, code in report.ended if Loss.is_one(code)]
+    def _take_reports(self) -> list[Loss]:
+        """Notes the return codes that other hosts have reported, and returns their losses."""
+        if self._roster is None:
+            return []
+        codes, losses = self._roster.take()
+        self._codes |= codes
+        return losses
 
     def _look(self, watch: Watch) -> Loss | None:
         """Looks at the beats: the first worker that hangs is the loss. The log has the stacks of all, from the first
@@ -361,7 +353,7 @@ class Launcher:
 
     def _stop_all(self) -> None:
         """SIGTERM, and SIGKILL after the grace; a hung JAX process ignores the first (its notifier eats it)."""
-        alive = [child for child in self._children if child.signal(signal.SIGTERM)]
+        alive = [child for child in self._local.children if child.signal(signal.SIGTERM)]
         is_last_save = self._is_preempted and not self._stops
         if is_last_save and alive:
             self._say(f"preempted: the processes have {self._policy.preempt_grace_s:g} s to save their last step")
@@ -373,9 +365,7 @@ class Launcher:
         while alive and not grace.passed and self._stops <= stops_max:
             ended = self._wait(alive, grace.left_s)
             alive = [child for child in alive if child not in ended]
-        for child in self._children:
-            child.signal(signal.SIGKILL)
-        for child in self._children:
-            child.reap()
+        self._local.kill()
         if self._roster is not None:
-            self._codes.update(self._roster.wait_until_stopped(grace_s, lambda: self._stops > stops_max))
+            self._roster.wait_until_stopped(grace_s, lambda: self._stops > stops_max)
+            self._take_reports()

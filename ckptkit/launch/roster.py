@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
 
 from ckptkit.launch.control import Connection, ControlError, Listener
-from ckptkit.launch.policy import ExitCode
+from ckptkit.launch.policy import ExitCode, Loss
 from ckptkit.launch.signals import Told
 from ckptkit.util.clock import Deadline, monotonic_s
 from ckptkit.util.heartbeat import Beats, Saves
@@ -51,19 +51,9 @@ class RemoteHost:
     beats: dict[int, Beats | None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """A report of a host of the job: `ended` workers with their return codes, or that it is `lost`."""
-
-    kind: Literal["ended", "lost"]
-    host: RemoteHost
-    ended: tuple[tuple[int, int], ...] = ()
-    why: str = ""
-
-
 @final
 class Roster:
-    """Owns the connections to the other agents. `wake` is called from their threads when a report can be taken.
+    """Owns the connections to the other agents. `wake` is called from their threads when `take` may have news.
 
     `told`: the requests that the agents of the job got by signals. A spare that gets one leaves, and the job continues.
     """
@@ -78,7 +68,8 @@ class Roster:
         self._lock = threading.Condition()
         self._hosts: list[RemoteHost] = []
         self._places: list[RemoteHost] = []  # of the attempt: hosts 1, 2, ...
-        self._reports: deque[Report] = deque()
+        self._codes: dict[int, int] = {}
+        self._losses: list[Loss] = []
         self._not_before_s = 0.0
         self._has_started = False
         self._listener = Listener(*address, secret, limits.silence_s, self._join)
@@ -123,20 +114,18 @@ class Roster:
                 }
             )
 
-    def take(self) -> Report | None:
-        """The next report of a host in the attempt, if there is one."""
+    def take(self) -> tuple[dict[int, int], list[Loss]]:
+        """The return codes of workers that have ended, and the losses: those that no earlier call returned."""
         with self._lock:
-            return self._reports.popleft() if self._reports else None
+            taken = self._codes, self._losses
+            self._codes, self._losses = {}, []
+            return taken
 
     def beats(self) -> dict[int, Beats | None]:
         """The newest beats of the workers of the other hosts."""
         with self._lock:
             hosts = [host.beats for host in self._places if host.attempt is not None]
             return {process: each for beats in hosts for process, each in beats.items()}
-
-    def first_process(self, host: RemoteHost) -> int:
-        """The first process of a host in the attempt; of one that is in none, 0."""
-        return self._processes * (1 + self._places.index(host)) if host in self._places else 0
 
     def tell(self, what: str, **fields: Any) -> None:
         """Sends an order to the hosts of the attempt."""
@@ -145,8 +134,8 @@ class Roster:
         for host in hosts:
             host.connection.send({"do": what, **fields})
 
-    def wait_until_stopped(self, grace_s: float, is_cut: Callable[[], bool]) -> dict[int, int]:
-        """Returns once no worker of another host runs, with their return codes; `is_cut` ends the grace.
+    def wait_until_stopped(self, grace_s: float, is_cut: Callable[[], bool]) -> None:
+        """Returns once no worker of another host runs; `is_cut` ends the grace.
 
         A host that does not report that in time is lost: the codes of its workers are missing.
         """
@@ -162,10 +151,6 @@ class Roster:
         for host in left:
             self._lost(host, ControlError("its workers did not end", silent=True))
             host.connection.close()
-        with self._lock:
-            codes = {process: code for each in self._reports for process, code in each.ended}
-            self._reports.clear()
-        return codes
 
     def warm_spares(self) -> None:
         """Has hosts that run no worker make a template, each once."""
@@ -200,7 +185,7 @@ class Roster:
 
     def _hear(self, host: RemoteHost, message: dict[str, Any]) -> None:
         if message.get("is") == "beats":
-            first = self.first_process(host)
+            first = self._first_process(host)
             with self._lock:
                 if host.attempt == message.get("attempt"):
                     host.beats = beats_of(message, range(first, first + self._processes))
@@ -214,8 +199,11 @@ class Roster:
                     host.connection.send({"do": "refuse", "why": f"expected --processes {self._processes}"})
             elif message.get("is") in ("ended", "stopped"):
                 if host.attempt == message.get("attempt"):
-                    ended = tuple((int(process), int(code)) for process, code in message["ended"])
-                    self._reports.append(Report(kind="ended", host=host, ended=ended))
+                    codes = {int(process): int(code) for process, code in message["ended"]}
+                    self._codes |= codes
+                    self._losses += [
+                        Loss(process=each, returncode=code) for each, code in codes.items() if Loss.is_one(code)
+                    ]
                 if message["is"] == "stopped":
                     host.attempt = None
             elif message.get("is") == "told":
@@ -238,48 +226,30 @@ class Roster:
                 self._not_before_s = monotonic_s() + self.limits.silence_s + 1.0
             if host.attempt is not None:
                 host.attempt = None
-                self._reports.append(Report(kind="lost", host=host, why=f"host {host.name} is lost: {error}"))
+                why = f"host {host.name} is lost: {error}"
+                self._losses.append(Loss(process=self._first_process(host), returncode=-signal.SIGKILL, why=why))
             self._lock.notify_all()
         self._wake()
 
+    def _first_process(self, host: RemoteHost) -> int:
+        """The first process of a host in the attempt; of one that is in none, 0."""
+        return self._processes * (1 + self._places.index(host)) if host in self._places else 0
+
 
 def beats_message(beats: Mapping[int, Beats | None]) -> dict[str, Any]:
-    """The fields of the message: one row for each process, its beats or null."""
+    """The fields of the message: one row for each process, its beats or null. Their times count from this moment."""
     now_s = monotonic_s()
-    rows = [[process, None if each is None else _row(each, now_s)] for process, each in beats.items()]
+    rows = [[process, None if each is None else asdict(each.moved(-now_s))] for process, each in beats.items()]
     return {"is": "beats", "beats": rows}
 
 
 def beats_of(message: Mapping[str, Any], processes: range) -> dict[int, Beats | None]:
     """The beats in a message that was just received, of `processes` alone."""
     now_s = monotonic_s()
-    rows = [(int(process), row) for process, row in message["beats"]]
-    return {process: None if row is None else _beats(row, now_s) for process, row in rows if process in processes}
+    rows = {int(process): row for process, row in message["beats"]}
+    return {each: row and _beats(row).moved(now_s) for each, row in rows.items() if each in processes}
 
 
-def _row(beats: Beats, now_s: float) -> list[float]:
-    saves = beats.saves
-    ages = [now_s - beats.at_s, now_s - beats.first_s]
-    return [
-        beats.count,
-        beats.step,
-        beats.first_step,
-        *ages,
-        beats.longest_s,
-        saves.count,
-        saves.own_s,
-        saves.computing_s,
-    ]
-
-
-def _beats(row: list[float], now_s: float) -> Beats:
-    count, step, first_step, age_s, first_age_s, longest_s, saves, own_s, computing_s = row
-    return Beats(
-        count=int(count),
-        step=int(step),
-        at_s=now_s - float(age_s),
-        longest_s=float(longest_s),
-        first_step=int(first_step),
-        first_s=now_s - float(first_age_s),
-        saves=Saves(count=int(saves), own_s=float(own_s), computing_s=float(computing_s)),
-    )
+def _beats(row: dict[str, Any]) -> Beats:
+    # `behind` is of process 0, whose agent is the one that reads it.
+    return Beats(**{**row, "saves": Saves(**row["saves"]), "behind": None})

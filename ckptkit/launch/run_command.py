@@ -146,6 +146,7 @@ def run(
     if not command[0]:
         raise click.BadParameter("the command is empty", param_hint="-- COMMAND")
     warm = WarmStart(preload=_words(preload), is_cold=cold)
+    workers = Workers(command, processes=processes, devices_per_process=devices_per_process, warm=warm)
     hosts = hosts_of(os.environ, nnodes, rank, rendezvous, secret_file)
     log = Path(events) / "launcher.jsonl" if events is not None else None
     try:
@@ -153,11 +154,11 @@ def run(
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--events") from error
     if dry_run:
-        _show_plan(command, processes, warm, hosts, first_attempt, as_json)
+        _show_plan(workers, hosts, first_attempt, as_json)
         return ExitCode.OK
     output = LogFiles(None if log_dir is None else Path(log_dir), OncePrinter(sys.stderr if as_json else None))
     if hosts is not None and hosts.rank > 0:
-        return _follow(command, hosts, processes, devices_per_process, warm, join_s, output)
+        return _follow(workers, hosts, join_s, output)
     last: dict[str, Any] = {}
 
     def note(status: dict[str, Any]) -> None:
@@ -166,7 +167,7 @@ def run(
 
     with closing(output):
         code = Launcher(
-            Workers(command, processes=processes, devices_per_process=devices_per_process, warm=warm),
+            workers,
             policy=RestartPolicy(
                 restarts=max_restarts, backoff_s=backoff_s, grace_s=grace_s, preempt_grace_s=preempt_grace_s
             ),
@@ -190,20 +191,12 @@ def _roster(hosts: Hosts, processes: int, join_s: float, rejoin_s: float, wake: 
         raise click.UsageError(str(error)) from error
 
 
-def _follow(
-    command: tuple[str, ...],
-    hosts: Hosts,
-    processes: int,
-    devices_per_process: int | None,
-    warm: WarmStart,
-    join_s: float,
-    output: LogFiles,
-) -> int:
+def _follow(workers: Workers, hosts: Hosts, join_s: float, output: LogFiles) -> int:
     """This host obeys the agent of host 0."""
     with closing(output):
         try:
             return Follower(
-                Workers(command, processes=processes, devices_per_process=devices_per_process, warm=warm),
+                workers,
                 rank=hosts.rank,
                 first=hosts.rendezvous,
                 secret=hosts.secret,
@@ -218,18 +211,11 @@ def _words(given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for words in given for word in words.split(",") if word)
 
 
-def _show_plan(
-    command: tuple[str, ...],
-    processes: int,
-    warm: WarmStart,
-    hosts: Hosts | None,
-    first_attempt: int,
-    as_json: bool,
-) -> None:
-    found = python_command(command)
+def _show_plan(workers: Workers, hosts: Hosts | None, first_attempt: int, as_json: bool) -> None:
+    warm, found = workers.warm, python_command(workers.command)
     if found is None:
         start, why = "cold", "the command does not run a script or a module of this Python environment"
-    elif warm.is_cold:
+    elif warm is None or warm.is_cold:
         start, why = "cold", "--cold"
     else:
         start, why = "warm", f"{found.kind} {found.target}"
@@ -241,19 +227,18 @@ def _show_plan(
                 why += f"; the template ends where {first.reason}"
     if as_json:
         plan: dict[str, Any] = {
-            "processes": processes,
+            "processes": workers.processes,
             "attempt": first_attempt,
             "start": start,
             "why": why,
-            "command": list(command),
+            "command": list(workers.command),
         }
         if hosts is not None:
             plan |= {"nnodes": [hosts.min, hosts.max], "rank": hosts.rank, "rendezvous": list(hosts.rendezvous)}
         print_json({"format": FORMAT, **plan})
         return
-    print_line(
-        f"{count_text(processes, 'process', 'processes')} on this host, attempt {first_attempt}: {' '.join(command)}"
-    )
+    processes = count_text(workers.processes, "process", "processes")
+    print_line(f"{processes} on this host, attempt {first_attempt}: {' '.join(workers.command)}")
     if hosts is not None:
         where = f"{hosts.rendezvous[0]}:{hosts.rendezvous[1]}"
         print_line(f"host {hosts.rank} of a job of {hosts.min} to {hosts.max}; host 0 listens at {where}")

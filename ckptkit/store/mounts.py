@@ -17,22 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from ckptkit.model.tiers import RAM, SSD
 from ckptkit.util import clock
 
 Medium = Literal["memory", "disk", "network", "bucket", "other"]
-Guarantee = Literal[
-    "rename",  # of a directory: whole or not at all, for every reader and after a crash
-    "links",  # link(2) gives a file a second name, and fails where the name is taken
-    "locks",  # flock(2) between hosts, or between processes where one host uses it
-    "close_to_open",  # who opens a file after another host closed it sees all of it
-    "directory_sync",  # fsync(2) of a directory makes the names in it durable
-    "direct",  # O_DIRECT
-    "mmap",  # a shared mapping sees what another host writes
-]
-
 _FUSE_MAGIC = 0x65735546  # FUSE_SUPER_MAGIC of linux/magic.h; virtiofs has it too
 _MAGIC_NAMES: Final = {  # linux/magic.h, and statfs(2); what is not here is looked up among the mounts
     0xEF53: "ext4",
@@ -55,7 +45,7 @@ _URL_IS_BETTER = "it needs fewer requests, and its commit is one (docs/STORAGE.m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSystem:
-    """One kind of file system: where its bytes are, and which guarantees it has."""
+    """One kind of file system: where its bytes are, and what a commit can use there."""
 
     name: str
     """The type in `/proc/self/mountinfo`; that of the program, if the type is `fuse` and the device names it."""
@@ -63,24 +53,14 @@ class FileSystem:
     medium: Medium
     """Where its bytes are. `bucket`: a FUSE program turns calls into requests to an object store. `other`: unknown."""
 
-    lacks: frozenset[Guarantee] = frozenset()
-    """The guarantees that it does not have, that need an option of the mount, or that its documents do not state."""
+    atomic_rename: bool = True
+    """A rename of a directory happens whole or not at all, for every reader and after a crash."""
 
-    source: str = ""
-    """Where this is documented."""
+    hard_links: bool = True
+    """`link(2)` gives a second name to a file, and fails where the name is taken."""
 
     device: str = ""
     """The device of a FUSE mount, such as the name of a bucket. Empty in the table."""
-
-    @property
-    def atomic_rename(self) -> bool:
-        """A rename of a directory happens whole or not at all, for every reader and after a crash."""
-        return "rename" not in self.lacks
-
-    @property
-    def hard_links(self) -> bool:
-        """`link(2)` gives a second name to a file, and fails where the name is taken."""
-        return "links" not in self.lacks
 
     @property
     def is_fuse(self) -> bool:
@@ -88,65 +68,42 @@ class FileSystem:
         return self.name == "fuse" or self.name.startswith("fuse.")
 
 
-_RENAME = "https://man7.org/linux/man-pages/man2/rename.2.html"
-_KERNEL = "https://docs.kernel.org/filesystems"
-_GCSFUSE = "https://github.com/GoogleCloudPlatform/gcsfuse/blob/master/docs/semantics.md"
-_SMB = "https://learn.microsoft.com/openspecs/windows_protocols/ms-fscc/1d2673a8-8fb9-4868-920a-775ccaa30cf8"
-_NFS = "https://man7.org/linux/man-pages/man5/nfs.5.html"
-_LUSTRE = "https://cloud.google.com/managed-lustre/docs/posix-compliance"
-_CEPH = "https://docs.ceph.com/en/latest/cephfs/posix/"
-_ALL: Final[frozenset[Guarantee]] = frozenset(get_args(Guarantee))
+def _rows(medium: Medium, names: str, *, renames: bool = True, links: bool = True) -> list[FileSystem]:
+    return [FileSystem(name=name, medium=medium, atomic_rename=renames, hard_links=links) for name in names.split()]
 
 
-def _rows(medium: Medium, lacks: Iterable[Guarantee], source: str, *names: str) -> list[FileSystem]:
-    return [FileSystem(name=name, medium=medium, lacks=frozenset(lacks), source=source) for name in names]
-
-
+# Above each group: its documents, also for the other guarantees in the table of docs/STORAGE.md. Those of the kernel
+# are below docs.kernel.org/filesystems.
 _ROWS: Final = (
-    *_rows("disk", (), _RENAME, "ext2", "ext3", "ext4", "reiserfs", "jfs", "xfs", "f2fs", "bcachefs"),
-    *_rows("disk", (), "https://btrfs.readthedocs.io/en/latest/", "btrfs"),
-    # A directory of a lower layer is not renamed (EXDEV): ours are made in the upper one.
-    *_rows("disk", (), f"{_KERNEL}/overlayfs.html#renaming-directories", "overlay"),
-    # Direct I/O came with 2.3.
-    *_rows("disk", ("direct",), "https://github.com/openzfs/zfs/releases", "zfs"),
-    *_rows("disk", ("direct",), "https://github.com/containers/fuse-overlayfs", "fuse.fuse-overlayfs"),
-    *_rows("disk", ("direct",), "https://bindfs.org/docs/bindfs.1.html", "fuse.bindfs"),
-    *_rows("disk", ("rename", "links"), f"{_KERNEL}/vfat.html", "vfat", "exfat", "msdos"),
-    # ntfs-3g, and others on a block device.
-    *_rows("disk", ("rename", "links", "direct"), f"{_KERNEL}/fuse/index.html", "fuseblk"),
-    # Direct I/O on a tmpfs came with Linux 6.6.
-    *_rows("memory", ("direct",), f"{_KERNEL}/tmpfs.html", "tmpfs"),
-    *_rows("memory", ("direct",), f"{_KERNEL}/tmpfs.html", "ramfs", "hugetlbfs", "devtmpfs"),
-    # RFC 8881, 18.26.3: RENAME is atomic to the client. A repeated request may answer ENOENT after a success.
-    *_rows("network", ("mmap",), _NFS, "nfs", "nfs4"),
-    # `flock` needs the mount option of this name (ENOSYS without it): Google's service sets it, Amazon's FSx leaves it
-    # to the user (https://docs.aws.amazon.com/fsx/latest/LustreGuide/mounting-ec2-instance.html).
-    *_rows("network", ("locks",), _LUSTRE, "lustre"),
-    *_rows("network", ("mmap",), _CEPH, "ceph"),
-    *_rows("network", ("mmap", "direct"), _CEPH, "fuse.ceph-fuse"),
-    *_rows("network", (), "https://www.ibm.com/docs/en/storage-scale", "gpfs"),
-    *_rows("network", (), "https://docs.weka.io/weka-system-overview/filesystems", "wekafs"),
-    # `tuneUseGlobalFileLocks` and `tuneFileCacheType` of its client, both off or other by default.
-    *_rows("network", ("locks", "mmap"), "https://doc.beegfs.io/latest/", "beegfs"),
-    *_rows("network", ("locks", "direct", "mmap"), f"{_KERNEL}/9p.html", "9p"),
-    *_rows("network", ("locks",), f"{_KERNEL}/virtiofs.html", "virtiofs"),
-    *_rows("network", ("direct",), "https://juicefs.com/docs/community/posix_compatibility", "fuse.juicefs"),
-    # A server refuses to rename a directory below which a file is open, and may have no hard links.
-    *_rows("network", ("rename", "links", "mmap"), _SMB, "cifs", "smb3"),
-    *_rows("network", _ALL - {"directory_sync"}, "https://github.com/libfuse/sshfs", "fuse.sshfs"),
-    # A directory is on every brick: its rename is one on each.
-    *_rows("network", ("rename", "direct", "mmap"), "https://docs.gluster.org/en/latest/", "fuse.glusterfs"),
-    *_rows("network", _ALL - {"directory_sync"}, "https://docs.daos.io/latest/user/filesystem/", "fuse.daos"),
-    *_rows("network", _ALL - {"directory_sync"}, "https://moosefs.com/support/", "fuse.mfs"),
-    # "renaming directories is not atomic": each object is copied and deleted.
-    *_rows("bucket", _ALL, _GCSFUSE, "fuse.gcsfuse"),
-    *_rows("bucket", _ALL, "https://github.com/s3fs-fuse/s3fs-fuse#limitations", "fuse.s3fs"),
-    *_rows("bucket", _ALL, "https://github.com/awslabs/mountpoint-s3/blob/main/doc/SEMANTICS.md", "fuse.mount-s3"),
-    *_rows("bucket", _ALL, "https://github.com/kahing/goofys#current-status", "fuse.goofys"),
-    *_rows("bucket", _ALL, "https://github.com/yandex-cloud/geesefs", "fuse.geesefs"),
-    *_rows("bucket", _ALL, "https://github.com/Azure/azure-storage-fuse/wiki/Blobfuse2-Limitations", "fuse.blobfuse2"),
-    *_rows("bucket", _ALL, "https://rclone.org/commands/rclone_mount/", "fuse.rclone"),
-    *_rows("bucket", _ALL, "https://github.com/aliyun/ossfs", "fuse.ossfs"),
+    # rename(2); btrfs.readthedocs.io.
+    *_rows("disk", "ext2 ext3 ext4 reiserfs jfs xfs f2fs bcachefs btrfs"),
+    # overlayfs.html#renaming-directories: one of a lower layer is not renamed (EXDEV), ours are made in the upper one.
+    # github.com/containers/fuse-overlayfs; bindfs(1); github.com/openzfs/zfs/releases: 2.3 brought direct I/O.
+    *_rows("disk", "overlay fuse.fuse-overlayfs fuse.bindfs zfs"),
+    # vfat.html; fuse/index.html. `fuseblk` is ntfs-3g, and others on a block device.
+    *_rows("disk", "vfat exfat msdos fuseblk", renames=False, links=False),
+    # tmpfs.html. Direct I/O on a tmpfs came with Linux 6.6.
+    *_rows("memory", "tmpfs ramfs hugetlbfs devtmpfs"),
+    # nfs(5). RFC 8881, 18.26.3: RENAME is atomic to the client. A repeated request may answer ENOENT after a success.
+    *_rows("network", "nfs nfs4"),
+    # `flock` needs the mount option of this name (ENOSYS without it): Google's service sets it
+    # (cloud.google.com/managed-lustre/docs/posix-compliance), Amazon's FSx leaves it to the user
+    # (docs.aws.amazon.com/fsx/latest/LustreGuide/mounting-ec2-instance.html).
+    *_rows("network", "lustre"),
+    # docs.ceph.com/en/latest/cephfs/posix; www.ibm.com/docs/en/storage-scale; docs.weka.io; 9p.html; virtiofs.html;
+    # juicefs.com/docs/community/posix_compatibility; doc.beegfs.io: `tuneUseGlobalFileLocks` and `tuneFileCacheType` of
+    # its client are both off or other by default.
+    *_rows("network", "ceph fuse.ceph-fuse gpfs wekafs 9p virtiofs fuse.juicefs beegfs"),
+    # MS-FSCC: a server refuses to rename a directory below which a file is open, and may have no hard links.
+    # github.com/libfuse/sshfs; docs.daos.io/latest/user/filesystem; moosefs.com/support.
+    *_rows("network", "cifs smb3 fuse.sshfs fuse.daos fuse.mfs", renames=False, links=False),
+    # docs.gluster.org: a directory is on every brick; its rename is one on each.
+    *_rows("network", "fuse.glusterfs", renames=False),
+    # docs/semantics.md of GCSFuse: "renaming directories is not atomic", each object is copied and deleted. The same in
+    # the README of s3fs, goofys, geesefs and ossfs, SEMANTICS.md of mountpoint-s3, "Blobfuse2 Limitations" in the wiki
+    # of azure-storage-fuse, and rclone.org/commands/rclone_mount.
+    *_rows("bucket", "fuse.gcsfuse fuse.s3fs fuse.mount-s3 fuse.goofys fuse.geesefs", renames=False, links=False),
+    *_rows("bucket", "fuse.blobfuse2 fuse.rclone fuse.ossfs", renames=False, links=False),
 )
 FILE_SYSTEMS: Final = {each.name: each for each in _ROWS}
 
@@ -163,9 +120,9 @@ _BY_DEVICE: Final = {
     **{name: f"fuse.{name}" for name in ("gcsfuse", "s3fs", "goofys", "geesefs", "rclone", "ossfs", "sshfs")},
 }
 # Of a FUSE program that is not in the table nothing is known. A mark is right on every one.
-_ANY_FUSE: Final = FileSystem(name="fuse", medium="other", lacks=_ALL, source=f"{_KERNEL}/fuse/index.html")
+_ANY_FUSE: Final = FileSystem(name="fuse", medium="other", atomic_rename=False, hard_links=False)
 # The kernel's own file systems keep POSIX's word on rename(2).
-_ANY: Final = FileSystem(name="unknown", medium="other", lacks=frozenset(("locks", "direct", "mmap")))
+_ANY: Final = FileSystem(name="unknown", medium="other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

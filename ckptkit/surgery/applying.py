@@ -16,14 +16,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ckptkit.conversion.casting import rounded
-from ckptkit.durable.lifecycle.places import Place, item_kind
-from ckptkit.durable.lifecycle.step_records import sidecar_processes
-from ckptkit.errors import StepNotFoundError, SurgeryError
-from ckptkit.manager.checkpoint_manager import CheckpointManager
-from ckptkit.model import paths
-from ckptkit.model.leaf_patterns import Rule
-from ckptkit.model.manifest import LeafRecord
-from ckptkit.model.quantization import (
+from ckptkit.conversion.quantized_values import (
     LeafError,
     dequantize,
     error_of,
@@ -32,11 +25,18 @@ from ckptkit.model.quantization import (
     scales_for,
     spread,
 )
+from ckptkit.durable.lifecycle.places import Place, item_kind
+from ckptkit.durable.lifecycle.step_records import sidecar_processes
+from ckptkit.errors import StepNotFoundError, SurgeryError
+from ckptkit.manager.checkpoint_manager import CheckpointManager
+from ckptkit.model import paths
+from ckptkit.model.manifest import LeafRecord
 from ckptkit.restore.request import Choice
 from ckptkit.restore.tree import abstract_keys, key_shape, put_at
 from ckptkit.snapshot.abstract import state_of
 from ckptkit.store.roots import root_url
 from ckptkit.surgery.planning import Leaf, Origin, SurgeryPlan, plan_surgery
+from ckptkit.surgery.rules import Rule
 from ckptkit.surgery.stock import read_chosen
 from ckptkit.util.own_context import own_context
 from ckptkit.util.plain import plain_fields

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ckptkit.conversion.leaf_patterns import Rename, matches, short_names
+from ckptkit.conversion.quantized_values import DTYPES, block_that_fits, blocks_of_scales, blocks_text
 from ckptkit.errors import SurgeryError
-from ckptkit.model.leaf_patterns import Cast, Init, Quantize, Rename, Rule, Skip, Take, matches, short_names
 from ckptkit.model.manifest import describe
-from ckptkit.model.quantization import DTYPES, block_that_fits, blocks_of_scales, blocks_text
 from ckptkit.snapshot.describe import leaf_path
+from ckptkit.surgery.rules import Cast, Init, Quantize, Rule, Skip, Take
 
 LeafOutcome = Literal["taken", "initialised", "quantised", "scales", "dequantised"]
 

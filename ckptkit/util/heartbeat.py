@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptkit.util.clock import monotonic_s
 
@@ -50,6 +50,10 @@ class Beats:
     first_s: float
     saves: Saves = Saves()
     behind: Behind | None = None
+
+    def moved(self, by_s: float) -> Beats:
+        """These marks, with `by_s` added to their times: those of another clock."""
+        return replace(self, at_s=self.at_s + by_s, first_s=self.first_s + by_s)
 
 
 _marker: _Marker | None = None

@@ -11,8 +11,8 @@ import pytest
 from bench.hosts import Job, digests_of, measure, summary, wrong_bits
 from bench.kill_hosts import running_hosts
 from bench.readers import _hosts
+from bench.resume_phases import Phase
 from ckptkit import EventLog, Kind, read_events
-from ckptkit.goodput import Phase
 from ckptkit.launch import free_port
 
 

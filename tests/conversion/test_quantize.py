@@ -18,12 +18,12 @@ import pytest
 
 import ckptkit
 from ckptkit.conversion import Quantization, convert, plan_convert
+from ckptkit.conversion.quantized_values import DTYPES
 from ckptkit.conversion.quantizing import Weight
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Tensor
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_info import LeafInfo
-from ckptkit.model.quantization import DTYPES
 from tests.cli.conftest import Run
 from tests.conversion.test_assembling import read
 from tests.formats.writers import by_safetensors

@@ -348,7 +348,8 @@ def template_pids() -> set[int]:
     found = set()
     for child in children_of(os.getpid()):
         with suppress(OSError):
-            if b"template" in Path(f"/proc/{child}/cmdline").read_bytes():
+            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")  # its arguments, later its title
+            if b"template" in words or words[0].startswith(b"ckptkit: template"):
                 found.add(child)
     return found
 

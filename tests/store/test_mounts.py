@@ -6,12 +6,11 @@ import errno
 import os
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from ckptkit.store import LocalStore, mounts, properties_of
-from ckptkit.store.mounts import FILE_SYSTEMS, Guarantee, Mount, file_system_of, parse_mounts, row_of
+from ckptkit.store.mounts import FILE_SYSTEMS, Mount, file_system_of, parse_mounts, row_of
 from tests.mount import MountedBucket
 from tests.mounts import Mounts
 
@@ -87,27 +86,18 @@ def test_fuse_program_without_a_name_commits_by_a_mark() -> None:
     assert row_of("").atomic_rename
 
 
-@pytest.mark.parametrize("name", FILE_SYSTEMS)
-def test_every_row_has_its_source(name: str) -> None:
-    """A guarantee that nobody can look up is a guess."""
-    row = FILE_SYSTEMS[name]
-    assert row.name == name
-    assert row.source.startswith("https://")
-    assert row.atomic_rename or row.medium != "memory"
-
-
 def test_the_page_s_table_of_guarantees_is_that_of_the_code() -> None:
     """A reader would choose a file system for a guarantee that the code does not expect of it, or the reverse."""
     page = (Path(__file__).parents[2] / "docs/STORAGE.md").read_text()
-    _, _, rows = page.partition("| type | directory rename |")[2].partition("\n")
-    found: dict[str, frozenset[str]] = {}
+    _, _, rows = page.partition("| type | directory rename | hard links |")[2].partition("\n")
+    found: dict[str, tuple[bool, bool]] = {}
     for line in rows.splitlines()[1:]:
         if not line.startswith("|"):
             break
         types, *answers = (each.strip() for each in line.strip("|").split("|"))
-        lacks = {guarantee for guarantee, answer in zip(get_args(Guarantee), answers, strict=True) if answer == "no"}
-        found |= dict.fromkeys(re.findall("`(.+?)`", types), frozenset(lacks))
-    assert found == {name: row.lacks for name, row in FILE_SYSTEMS.items()}
+        assert set(answers) <= {"yes", "no"}
+        found |= dict.fromkeys(re.findall("`(.+?)`", types), (answers[0] == "yes", answers[1] == "yes"))
+    assert found == {name: (row.atomic_rename, row.hard_links) for name, row in FILE_SYSTEMS.items()}
 
 
 @pytest.mark.disk

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("ckptkit", *(f"ckptkit.{name}" for name in ("formats", "inspection", "peers", "store", "upkeep")))
+PACKAGES = ("ckptkit", *(f"ckptkit.{name}" for name in ("formats", "goodput", "inspection", "store", "upkeep")))
 FUNCTIONS = ("save",)  # although there is a package of that name
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.conversion.leaf_patterns import matches, short_names
 from ckptkit.conversion.mapping import read_rule_tables
 from ckptkit.conversion.passes import block_shape, reads
 from ckptkit.conversion.resharding.meshes import (
@@ -25,7 +26,6 @@ from ckptkit.conversion.resharding.meshes import (
 from ckptkit.errors import CheckpointError, MemoryBudgetError, StepNotFoundError
 from ckptkit.formats.tensors import CELL_SHARE, MEMORY_BYTES, block_bytes, check_chunk
 from ckptkit.model.boxes import CELL_BYTES, cell_shape
-from ckptkit.model.leaf_patterns import matches, short_names
 from ckptkit.model.manifest import LeafRecord
 
 _FLOOR_BYTES = 64 << 10  # smaller chunks cost more in requests and in the tree of keys than their bytes

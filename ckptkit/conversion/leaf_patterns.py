@@ -1,4 +1,4 @@
-"""The rules of a surgery: which stored leaves go where in a changed model, and which of its leaves begin afresh.
+"""Patterns of the names of leaves, and how a leaf that matches one is named anew.
 
 Leaves are named as in every message: the keys of the path joined by dots (`encoder.layers.0.kernel`). The `value` that
 NNX puts at the end of every path is left out. In a pattern `*` matches a part of one key, `**` any text with its dots,
@@ -14,17 +14,6 @@ from dataclasses import dataclass
 _NNX_LEAF = ".value"
 _WILDCARDS = re.compile(r"\*\*\.|\*\*|\*|\?")
 _AS_REGEX = {"**.": r"((?:.+\.)?)", "**": r"(.*)", "*": r"([^.]*)", "?": r"([^.])"}
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """Stored leaves that match go to the leaf of the same name."""
-
-    pattern: str
-
-    def target_of(self, name: str) -> str | None:
-        """Where a stored leaf goes; None where the rule does not match."""
-        return name if matches(self.pattern, name) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,64 +47,6 @@ class Rename:
             return match.expand(self.new)
         found = iter(match.groups())
         return _WILDCARDS.sub(lambda _: next(found), self.new)
-
-
-@dataclass(frozen=True, slots=True)
-class Skip:
-    """Stored leaves that match are not read: the new model has no use for them."""
-
-    pattern: str
-
-
-@dataclass(frozen=True, slots=True)
-class Init:
-    """Leaves of the new model that match keep the value that they have in it."""
-
-    pattern: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """Leaves of the new model that match take their own dtype instead of the stored one.
-
-    Keys are never cast, and complex numbers never to real ones. A Python number takes a stored value without loss, or
-    the surgery fails.
-    """
-
-    pattern: str
-
-
-@dataclass(frozen=True, slots=True)
-class Quantize:
-    """Weights that match are int8 or float8_e4m3fn with scales on one side, and floats on the other: those of the new
-    model are quantised, those of the checkpoint are read back.
-
-    `pattern` and `scale` name the two leaves of a weight on the side that has scales; the wildcards of `scale` are
-    replaced as in `Rename`. By default the leaf with the scales is NAME_scale. Its shape determines which elements
-    share a scale: `[1, out]` for a weight `[in, out]` is one for each output channel. `block` has the sizes of the
-    blocks along the last dimensions (`(128, 128)`), for shapes that can be of several: the last block of a dimension
-    may be cut by the edge.
-    Raises ValueError where the wildcards of the two differ, or a size is not positive.
-    """
-
-    pattern: str
-    scale: str | None = None
-    block: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.block is not None and (not self.block or min(self.block) < 1):
-            raise ValueError(f"{self.block} is not a block: give positive sizes, such as (128, 128)")
-        if self.scale is not None:
-            Rename(self.pattern, self.scale)
-
-    def scale_of(self, name: str) -> str | None:
-        """The leaf with the scales of a weight; None where the rule does not match."""
-        if self.scale is not None:
-            return Rename(self.pattern, self.scale).target_of(name)
-        return f"{name}_scale" if matches(self.pattern, name) else None
-
-
-Rule = Take | Rename | Skip | Init | Cast | Quantize
 
 
 def short_names(names: Sequence[str]) -> list[str]:
