@@ -33,6 +33,7 @@ from ckptkit.model.paths import (
     TREE_METADATA,
     ZARR_METADATA,
     array_prefix,
+    is_utf8,
 )
 from ckptkit.util.words import first_of
 
@@ -138,6 +139,8 @@ def _entries(described: Any) -> tuple[int, list[TreeEntry]]:
     entries = []
     for record in described["tree_metadata"].values():
         path = tuple(str(part["key"]) for part in record["key_metadata"])
+        if not is_utf8(".".join(path)):
+            raise ValueError(f"{path!r:.100} is the name of a leaf, and not UTF-8")
         value = record["value_metadata"]
         kind = str(value["value_type"])
         in_zarr = not value.get("skip_deserialize") and kind not in _NOT_IN_ZARR

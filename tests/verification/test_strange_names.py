@@ -234,6 +234,20 @@ def test_root_whose_path_is_not_text_is_refused_in_a_sentence(root: Path, comman
     assert sorted(os.listdir(strange)) == ["1", "2", "_ckptkit"]
 
 
+def test_leaf_of_stock_orbax_whose_name_is_not_text_is_damage(tmp_path: Path, ckpt: Run) -> None:
+    """TensorStore takes no such key: a conversion ended in an internal error."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "tree", {"w": jnp.arange(4.0)})
+    metadata = tmp_path / "tree/_METADATA"
+    record = json.loads(metadata.read_bytes())
+    next(iter(record["tree_metadata"].values()))["key_metadata"][-1]["key"] = "\ud800"
+    metadata.write_text(json.dumps(record))
+    for line in ("inspect", f"convert {tmp_path}/out.npz --to npz"):
+        name, *options = line.split()
+        said = ckpt(name, tmp_path / "tree", *options)
+        assert (said.code, "is the name of a leaf, and not UTF-8" in said.err + said.out) == (11, True), line
+
+
 def test_stray_object_in_a_bucket_costs_nothing(tmp_path: Path, server: BucketServer, ckpt: Run) -> None:
     """Anybody who may create an object ended each restart of the run, and each command."""
     del server
