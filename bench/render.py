@@ -122,7 +122,7 @@ def report(rows: Sequence[Row]) -> str:
         "unless the legend names another kind. "
         '"Stock Orbax" is the fastest way of stock Orbax that was measured ("only": the only one). The ratio is '
         "ckptkit over it: below 1 is better, for `_gbps` and goodput above 1. It is left out where the samples of the "
-        "two overlap, or one is 0 or less. "
+        "two overlap, one of ckptkit's is below 0, or Orbax's median is not above 0. "
         '"Torch DCP" is `torch.distributed.checkpoint`. "Limit" is one plain copy on this machine, 0 where it can '
         "run while the step computes elsewhere, and for `faults` a checkpoint that costs nothing. A contender that was "
         'faster than the plain copy is the limit, with its name. "n" is the number of samples of ckptkit. In '

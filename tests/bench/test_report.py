@@ -206,7 +206,7 @@ def test_first_screen_of_readme_has_stored_figures() -> None:
     assert f"{wrong.ours:.0f} of {wrong.samples} trainings" in screen
     assert f"{wrong.peer:.0f} of {wrong.samples} with stock Orbax" in screen
     resumed, lost = rows["faults", "resume_s"], rows["crashpoints", "violations"]
-    assert f"{resumed.ours:.1f} s later, with Orbax {resumed.peer:.1f} s" in screen
+    assert f"in {resumed.ours:.1f} s, with Orbax in {resumed.peer:.1f} s" in screen
     assert lost.ours == 0
     assert f"crashes at {lost.samples:,} points" in screen
 
