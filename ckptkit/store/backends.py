@@ -25,8 +25,8 @@ BUCKET = Properties(
     round_trips=True,
     atomic_rename=False,
     generations=False,
-    may_ignore_conditions=True,
     known_to_orbax=False,
+    may_ignore_conditions=True,
 )
 # Of any other, gcsfs takes a part for a generation or leaves out the blank that it begins with, `rm` takes a pattern.
 PLAIN_PATH = re.compile(r"/?[\w.-]+/(?! )[\w./=+,~ -]+")
@@ -107,7 +107,7 @@ def _gs_caller(client: Any) -> str:
 
 
 GS = Backend(
-    properties=replace(BUCKET, generations=True, may_ignore_conditions=False, known_to_orbax=True),
+    properties=replace(BUCKET, generations=True, known_to_orbax=True, may_ignore_conditions=False),
     access=Access(
         permissions={each: f"storage.objects.{each}" for each in ("get", "list", "create", "delete")},
         grant="storage.objects.get, .list, .create and .delete",

@@ -43,11 +43,11 @@ class Properties:
     generations: bool
     """Each version of an object has a number, which copies and deletions may require (`ifGenerationMatch` of GCS)."""
 
-    may_ignore_conditions: bool
-    """Some services with this protocol store an object although the request forbids to replace one (S3)."""
-
     known_to_orbax: bool
     """Orbax has code of its own for the service, and commits by a marker there without any setting (`gs://` alone)."""
+
+    may_ignore_conditions: bool = False
+    """Some services with this protocol store an object although the request forbids to replace one (S3)."""
 
 
 @runtime_checkable

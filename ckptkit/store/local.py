@@ -20,14 +20,7 @@ from ckptkit.store.base import Properties, PutMode, Stat, checked_key
 from ckptkit.store.mounts import existing, file_system_of
 from ckptkit.util.words import size_text
 
-DIRECTORY = Properties(
-    file_system=True,
-    round_trips=False,
-    atomic_rename=True,
-    generations=False,
-    may_ignore_conditions=False,
-    known_to_orbax=False,
-)
+DIRECTORY = Properties(file_system=True, round_trips=False, atomic_rename=True, generations=False, known_to_orbax=False)
 _MARKED = replace(DIRECTORY, atomic_rename=False)
 _UNFINISHED = re.compile(r"\.put-[0-9a-f]{32}")
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}  # the errors of link(2) without hard links
