@@ -105,7 +105,7 @@ def read_arrays(place: Place, *, timeout_s: float, inline: Mapping[str, bytes] =
     keys = [f"{array_prefix(name)}{_ZARR_NAMES[version]}" for name in names]
     found = dict(zip(names, _documents(place, kvstore, keys, inline, ocdbt, timeout_s), strict=True))
     facts = _all_facts(place.url, version, found)
-    shardings = _tolerated(lambda: _shardings(place), notes)
+    shardings = _tolerated(lambda: read_shardings(place), notes)
     impls = _tolerated(lambda: _key_impls(place), problems)
     leaves = _with_file(_leaves(entries, facts, shardings, impls), in_file or {})
     lost = [leaf.name for leaf in leaves if leaf.dtype is None and leaf.kind in _ARRAY_KINDS]
@@ -268,8 +268,9 @@ def _sizes(values: Any, *, least: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _shardings(place: Place) -> dict[str, str]:
-    """The sharding of each leaf of an item that was saved with one, in words, by the leaf's name."""
+def read_shardings(place: Place) -> dict[str, str]:
+    """The sharding of each leaf of an item that was saved with one, in words, by the leaf's name. Cost: a small read.
+    Raises `CorruptCheckpointError` where Orbax's record of them is damaged."""
     recorded = place.json(SHARDINGS) or {}
     with readable(f"{place.url}/{SHARDINGS}"):
         words = {text: sharding_words(str(text)) for text in set(recorded.values())}

@@ -12,6 +12,7 @@ from ckptkit.durable.lifecycle.step_records import own_sidecars, read_sidecars, 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint, Tensor
+from ckptkit.inspection.stored_arrays import read_shardings
 from ckptkit.model import paths
 from ckptkit.model.leaf_info import parsed_sharding
 from ckptkit.model.manifest import STRUCTURE, LeafKind, LeafRecord, SaveId
@@ -119,7 +120,7 @@ def _small(items: Sequence[SourceItem]) -> tuple[Small, ...]:
 def specs_like(path: str, *, timeout_s: float) -> dict[str, Spec]:
     """How every leaf of a checkpoint is split, by its name; what lay on one device is split over nothing.
 
-    Raises `CheckpointError` if the checkpoint does not record it.
+    Raises `CheckpointError` if the checkpoint does not record it, `CorruptCheckpointError` if the record is damaged.
     """
     with open_checkpoint(path, timeout_s=timeout_s) as opened:
         found: dict[str, Spec] = {}
@@ -127,11 +128,11 @@ def specs_like(path: str, *, timeout_s: float) -> dict[str, Spec]:
             if tensor.leaf.sharding is not None:
                 named = parsed_sharding(tensor.leaf.sharding)
                 found[tensor.name] = () if named is None else named[0]
-        damaged = [note for note in opened.facts.notes if f"/{paths.SHARDINGS} " in note]
-    if not found and damaged:
-        raise CorruptCheckpointError("; ".join(damaged), path=path)
-    if not found:
-        raise CheckpointError(f"{path} has no {paths.SHARDINGS}, so the layout of its leaves is unknown", path=path)
+        if not found:
+            place = Place.open(opened.path, timeout_s=timeout_s)
+            for name in {tensor.item for tensor in opened.tensors}:  # a damaged record raises
+                read_shardings(place.below(name) if opened.facts.kind == "step" else place)
+            raise CheckpointError(f"{path} has no {paths.SHARDINGS}, so the layout of its leaves is unknown", path=path)
     return found
 
 
