@@ -126,6 +126,23 @@ def test_root_itself_and_new_places_are_taken(ckpt: Run, home: Home, tmp_path: P
     assert ckpt("pin", tmp_path / "new", "200").code == 0
 
 
+@pytest.mark.parametrize("name", ["500", "step_500"])
+@pytest.mark.parametrize("source", ["200", ""])
+def test_no_root_is_made_under_the_name_of_a_step(ckpt: Run, home: Home, name: str, source: str) -> None:
+    """The job of the root could not save step 500 any more."""
+    before = home.content()
+    said = ckpt("copy", home.root / source, home.root / name)
+    assert (said.code, f"the job of the root {home.root} may save a step of this name" in said.err) == (10, True), said
+    assert home.content() == before
+
+
+def test_roots_may_be_named_by_their_day(ckpt: Run, home: Home, tmp_path: Path) -> None:
+    """They would be taken for steps of the directory that they are in."""
+    for day in ("20261128", "20261129"):
+        assert ckpt("copy", home.root / "200", tmp_path / "runs" / day).code == 0
+    assert ckpt("copy", home.root / "300", tmp_path / "runs/20261129").code == 0
+
+
 def test_item_is_not_copied_and_its_step_is_named(ckpt: Run, home: Home, tmp_path: Path) -> None:
     """A person would look for the call that copies it."""
     said = ckpt("copy", home.root / "300/default", tmp_path / "new")
