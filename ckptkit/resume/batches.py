@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -138,10 +139,13 @@ class ElasticBatches(grain.DatasetIterator):
         self._step = position.step
         self._origin = self._position(position.step, position.record, position.streams)
 
+    # Grain calls `close` then too. Modules are empty by that time, and Grain's own iterators end by themselves.
+    _interpreter_ends = staticmethod(sys.is_finalizing)
+
     def close(self) -> None:
         """Ends the threads and processes that read ahead."""
         source: Source | None = getattr(self, "_source", None)  # None: the constructor raised, and Grain closes it
-        if source is not None:
+        if source is not None and not self._interpreter_ends():
             source.close()
         super().close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -348,3 +350,15 @@ def test_states_of_other_positions_or_lost_streams_are_refused() -> None:
     assert json.loads(joined([first, second], range(STREAMS)) or "")["streams"].keys() == {"0", "1", "2", "3"}
     with pytest.raises(ValueError, match="different positions"):
         joined([json.dumps({"global_next_index": 3}), json.dumps({"global_next_index": 4})])
+
+
+def test_script_that_leaves_batches_open_ends_without_a_message() -> None:
+    """Each job that does not call `close` ended with "Exception ignored in" and a traceback."""
+    lines = [
+        "import grain, numpy",
+        "from ckptkit.resume import ElasticBatches",
+        "batches = ElasticBatches(grain.MapDataset.source(numpy.arange(64)), global_batch=8, rows=range(8))",
+        "print(next(batches)[0])",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
