@@ -40,6 +40,7 @@ from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
+from ckptkit.inspection.roots import require_free_name
 from ckptkit.model.paths import is_utf8
 from ckptkit.store.backends import properties_of
 from ckptkit.util.disk_file import FileWrites
@@ -127,6 +128,8 @@ def plan_convert(
     if to == "orbax":
         require_orbax_target(target)
         require_fitting(target, timeout_s=timeout_s)
+    else:
+        require_free_name(target, timeout_s=timeout_s)
     tensors, quantization, blocks = source.by_name(), None, None
     if quantize is not None and quantize.to == "none":
         blocks = config_blocks(model_config(source, timeout_s))

@@ -135,6 +135,22 @@ def are_deleted(root: str, steps: Collection[tuple[int, str]]) -> bool:
     return gone or bool(announced_deletions(place.store, [step for step, _ in steps]))
 
 
+def require_free_name(target: str, *, timeout_s: float = _TIMEOUT_S) -> None:
+    """Raises `CheckpointError` for a new file or directory under the name of a step in the root of a run: the save of
+    the step of this number would fail. Cost: nothing for other names; else a listing of the directory above, and what
+    `read_root` costs there."""
+    above, _, name = target.rpartition("/")
+    if paths.step_of_name(name) is None:
+        return
+    place = Place.open(above, timeout_s=timeout_s)
+    found = read_root(place, read_ancestry(place)[0])
+    is_root = found.steps or f"{paths.SIDECAR_DIR}/" in place.names()
+    if is_root and found.names.step_of(name) is not None:
+        raise CheckpointError(
+            f"{target}: the job of the root {above} may save a step of this name; name a place outside", path=target
+        )
+
+
 def deleted_step(url: str, *, timeout_s: float = _TIMEOUT_S) -> str | None:
     """The step directory that a path is in, where its root has it no more or a process deletes it now; None where it is
     there, or the path is in no step.

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.listing import DurableStep, RootSteps, read_root
-from ckptkit.durable.lifecycle.places import Place, content_in, nothing_at, other_place, place_around
+from ckptkit.durable.lifecycle.places import Place, nothing_at, other_place, place_around
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.records import FORMAT
-from ckptkit.inspection.roots import no_directory
+from ckptkit.inspection.roots import no_directory, require_free_name
 from ckptkit.inspection.sizes import sizes_below
 from ckptkit.model import paths
 from ckptkit.model.digests import digest_of
@@ -117,23 +117,14 @@ def plan_copy(
     root = url if whole else url.rpartition("/")[0]
     if into == root:
         raise CheckpointError(f"{target} is where the step is; name another root", path=into)
-    _refuse_name_of_step(into, timeout_s)
+    if not Place.open(into, timeout_s=timeout_s).names():
+        require_free_name(into, timeout_s=timeout_s)
     own_prefix = step_prefix if whole else place.name.rpartition("_")[0]
     here = _Root.look(root, own_prefix, timeout_s)
     there = _Root.look(into, step_prefix, timeout_s)
     if whole:
         return _whole_root(here, there)
     return _single(here, there, url, as_step, adopted)
-
-
-def _refuse_name_of_step(into: str, timeout_s: float) -> None:
-    """Raises `StepNotFoundError` for a new root in a root, under the name of a step: the job that saves a step of this
-    number would fail. Cost: for such a name, a listing of both and a look into a few directories."""
-    above, _, name = into.rpartition("/")
-    if paths.step_of_name(name) is None or Place.open(into, timeout_s=timeout_s).names():
-        return
-    if content_in(Place.open(above, timeout_s=timeout_s)) == "root":
-        raise nothing_at(into, f"the job of the root {above} may save a step of this name; name a place outside")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

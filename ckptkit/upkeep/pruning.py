@@ -85,7 +85,7 @@ class PruneStep:
 class PrunePlan:
     """The steps of a root, ascending by number, with the decision on each. `proven`: the newest step that verified
     completely. `ancestry`: the epoch records for which the plan holds. `problems`: damage, which stays. `notes`:
-    entries that are not steps of the run, and stay."""
+    entries that are not steps of the run, and stay, and damage for which a step is not the newest whole one."""
 
     root: str
     keep: tuple[Keep, ...]
@@ -149,7 +149,8 @@ def plan_prune(
     require_root(place, in_root)
     found = in_root.steps
     branch = sorted((each for each in found if each.state == "committed"), key=lambda each: each.identity)[::-1]
-    proven, corrupt = _newest_whole(branch, Limits(progress=progress), timeout_s, unread=unread)
+    blemished: list[str] = []
+    proven, corrupt = _newest_whole(branch, Limits(progress=progress), timeout_s, blemished, unread=unread)
     damaged = [f"{each.problem}; it is left as it is" for each in found if each.state == "damaged"]
     whole = [each for each in branch if each.place.url not in corrupt]
     sizes = {
@@ -176,7 +177,7 @@ def plan_prune(
         proven=None if proven is None else proven.step,
         ancestry=ancestry,
         problems=(*damaged, *corrupt.values()),
-        notes=tuple(in_root.notes),
+        notes=(*in_root.notes, *blemished),
     )
 
 
@@ -236,20 +237,30 @@ def keep_text(rule: Keep) -> str:
 
 
 def _newest_whole(
-    newest_first: Sequence[DurableStep], limits: Limits, timeout_s: float, *, unread: bool
+    newest_first: Sequence[DurableStep], limits: Limits, timeout_s: float, blemished: list[str], *, unread: bool
 ) -> tuple[DurableStep | None, dict[str, str]]:
-    """The newest step without damage, and what is wrong with those before it, by path."""
+    """The newest step without damage, and what is wrong with those before it, by path.
+
+    `blemished` gets the damage of files that a restore may need or not, by what it is asked for. Such a step is the
+    newest whole one only if no older step is without.
+    """
     corrupt: dict[str, str] = {}
+    first: DurableStep | None = None
     for each in newest_first:
         if unread:
             return each, corrupt
-        proofs = prove_step(each.place, each.step, limits, [], timeout_s=timeout_s)
+        notes: list[str] = []
+        proofs = prove_step(each.place, each.step, limits, notes, timeout_s=timeout_s)
         if not proofs:  # replaced while it was read: a look of its own is due
             raise CheckpointError(f"step {each.step} in {each.place.url} was replaced while it was read; run it again")
-        if not proofs[0].findings:
+        if proofs[0].findings:
+            corrupt[each.place.url] = f"step {each.step}: {proofs[0].findings[0].problem}"
+        elif proofs[0].unread or not notes:  # notes of what was not understood hold for every step of the run
             return each, corrupt
-        corrupt[each.place.url] = f"step {each.step}: {proofs[0].findings[0].problem}"
-    return None, corrupt
+        else:
+            first = first or each
+            blemished += notes
+    return first, corrupt
 
 
 def _add(kept: dict[str, list[str]], found: Sequence[DurableStep], steps: set[int], why: str) -> None:

@@ -126,14 +126,27 @@ def test_root_itself_and_new_places_are_taken(ckpt: Run, home: Home, tmp_path: P
     assert ckpt("pin", tmp_path / "new", "200").code == 0
 
 
-@pytest.mark.parametrize("name", ["500", "step_500"])
-@pytest.mark.parametrize("source", ["200", ""])
-def test_no_root_is_made_under_the_name_of_a_step(ckpt: Run, home: Home, name: str, source: str) -> None:
-    """The job of the root could not save step 500 any more."""
+@pytest.mark.parametrize(
+    "line",
+    [
+        "copy {root}/200",
+        "copy {root}",
+        "convert {root}/200 --to npz",
+        "convert {root}/200 --to hf",
+        "extract {root}/200 --only w --to npz",
+    ],
+)
+def test_nothing_is_made_under_the_name_of_a_step(ckpt: Run, home: Home, line: str) -> None:
+    """The job of the root could not save step 500 any more. With other names it can."""
+    command, *words = line.format(root=home.root).split()
     before = home.content()
-    said = ckpt("copy", home.root / source, home.root / name)
-    assert (said.code, f"the job of the root {home.root} may save a step of this name" in said.err) == (10, True), said
+    said = ckpt(command, words[0], home.root / "500", *words[1:])
+    assert (said.code, f"the job of the root {home.root} may save a step of this name" in said.err) == (1, True), said
     assert home.content() == before
+    if command == "convert":
+        made = home.root / f"{words[-1]}_500"
+        assert ckpt(command, words[0], made, *words[1:]).code == 0
+        shutil.rmtree(made) if made.is_dir() else made.unlink()
 
 
 def test_roots_may_be_named_by_their_day(ckpt: Run, home: Home, tmp_path: Path) -> None:

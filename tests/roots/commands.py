@@ -203,6 +203,14 @@ def _restarted(places: Places) -> Any:
         return value
 
 
+_INTO_NEXT: Final = (
+    "copy {other} {next}",
+    "copy {other}/50 {next}",
+    "convert {step} {next} --to npz",
+    "convert {step} {next} --to hf",
+    "extract {step} {next} --only ** --to npz",
+    "merge {step} {step} {next} --average --to npz",
+)
 _SEQUENCES: Final = [
     _then("copy {other}/50 {root}", _restarted, restores=True),
     _then("copy {other} {root}", _restarted, restores=True),
@@ -211,6 +219,8 @@ _SEQUENCES: Final = [
     _then("scrub {root} --repair", _restarted, deletes="repair"),
     _then("prune {root} --keep newest=1", _restarted, deletes="prune"),
     _then("rollback {root} --to {first}", _restarted, deletes="rollback"),
+    # Into the place of the step that the job saves next: whatever is made there, the job goes on.
+    *(_then(line.replace("{next}", f"{{root}}/{SAVED_STEP}"), _restarted, restores=True) for line in _INTO_NEXT),
 ]
 
 _EVERY: Final = (*_LOOKS, *_UPKEEP, *_WRITING, *_MANAGERS, *_SEQUENCES)

@@ -325,6 +325,14 @@ def _saved(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
         yield Failure(kind="bytes lost", text="a save reported nothing and made no new step")
 
 
+def blocked(tree: Tree, outcome: Outcome, alone: Answer) -> Iterator[Failure]:
+    """A restart that saves without a command, `alone`, saves after it too; but a user may add a step with other items,
+    which stock Orbax's manager does not restore either."""
+    raised = outcome.answer.raised
+    if raised and not alone.raised and raised != _stock_raises(tree, outcome.place):
+        yield Failure(kind="bytes lost", text=f"only after the command, the job fails: {_end_of(outcome.answer.err)}")
+
+
 def _wrong_advice(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
     """An error denies damage only where there is none, and sends nobody to repair what is whole."""
     del action
@@ -402,16 +410,3 @@ def _of_records(path: str) -> bool:
 
 def _end_of(text: str) -> str:
     return text.strip()[-600:]
-
-
-_RULES: Final = (
-    _internal_errors,
-    _changes,
-    _lost,
-    _false_corrupt,
-    _false_good,
-    _wrong_values,
-    _wrong_copy,
-    _saved,
-    _wrong_advice,
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
@@ -13,7 +13,7 @@ from tests.roots.catalog import SavedRuns
 from tests.roots.commands import ACTIONS, Action, Places
 from tests.roots.kinds import quiet
 from tests.roots.media import Medium
-from tests.roots.oracle import Answer, Failure, Outcome, judge
+from tests.roots.oracle import Answer, Failure, Outcome, blocked, judge
 from tests.roots.tree import ROOT, StrangeRoot, Tree
 
 Main = Callable[[Sequence[str]], int]
@@ -75,6 +75,8 @@ class Zoo:
             answer=answer, before=before, after=after, written=written, place=place, out=out, in_place=in_place
         )
         failures = judge(tree, made, outcome)
+        if made.arguments and made.call is not None and answer.raised:
+            failures += blocked(tree, outcome, self._without_command(tree, made))
         if self._medium.listing(self._other) != other:
             failures.append(Failure(kind="bytes lost", text="the root that was only read was changed"))
             self._other = ""
@@ -84,6 +86,14 @@ class Zoo:
             self._medium.remove(place)
         self._medium.remove(out)
         return failures
+
+    def _without_command(self, tree: Tree, action: Action) -> Answer:
+        """The answer of an action that is a command and then a restart, if the command is left out."""
+        place, out = self._medium.place(tree.home), self._new_out()
+        answer = _performed(replace(action, arguments=()), _places(tree, place, out, self._other), self._main)
+        self._medium.remove(place)
+        self._medium.remove(out)
+        return answer
 
     def _new_out(self) -> str:
         self._count += 1

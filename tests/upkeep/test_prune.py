@@ -114,6 +114,25 @@ def test_newest_undamaged_step_is_never_deleted(tmp_path: Path) -> None:
     assert plan_prune(str(root), [KeepNewest(1)], unread=True).proven == 3, "its records are trusted"
 
 
+def test_step_that_a_restore_may_reject_is_not_the_newest_whole_one(tmp_path: Path) -> None:
+    """A restart without a template rejects a step that lacks `_METADATA`: no other step would be left."""
+    root = tmp_path / "run"
+    with ocp.CheckpointManager(root) as stock:
+        for step in (1, 2, 3):
+            stock.save(step, args=ocp.args.StandardSave({"w": jnp.full(64, step)}))  # pyright: ignore[reportCallIssue]
+    (root / "3/default/_METADATA").unlink()
+    plan = plan_prune(str(root), [KeepNewest(1)])
+    assert acts(plan) == {
+        1: ("delete", ("no rule keeps it",)),
+        2: ("keep", ("the newest whole step",)),
+        3: ("keep", ("newest=1",)),
+    }
+    assert "_METADATA" in "".join(plan.notes)
+    for step in (1, 2):
+        (root / f"{step}/default/_METADATA").unlink()
+    assert plan_prune(str(root), [KeepNewest(1)]).proven == 3, "each of them may be rejected"
+
+
 def test_prune_that_leaves_a_damaged_step_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A nightly job that prunes would be green for months above a damaged step."""
     root = tmp_path / "run"
