@@ -49,7 +49,7 @@ class CheckpointManager(ClosedAtEnd, orbax_emergency.CheckpointManager):
     layout are read, and a root keeps the layout of the step that was restored.
 
     The arguments are Orbax's, and by keyword those of `ckptkit.CheckpointManager` (`host_id`, `events`, `durable`,
-    `saving`, `restoring`, `processes`, `tiers`). `local_directory` becomes `Tier.ram(local_directory)` with the
+    `saving`, `processes`, `tiers`). `local_directory` becomes `Tier.ram(local_directory)` with the
     policies of `options.local`; `tiers` replaces it. A dataset is held by the same tiers as the state, and restored
     from the same step.
 

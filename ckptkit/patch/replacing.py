@@ -55,7 +55,7 @@ def patch_orbax(tiers: Sequence[Tier] | str | os.PathLike[str] = (), **ours: Any
       tiers: the fast tiers of each manager (not of an emergency manager, whose local directory is its tier), or the
         path of a TOML file with them (`read_tiers`).
       ours: further keywords of `ckptkit.CheckpointManager`, for each manager that is not given them: `host_id`,
-        `events`, `durable`, `saving`, `restoring`, `processes`.
+        `events`, `durable`, `saving`, `processes`.
 
     Raises `CheckpointError` with all places where a class is in use already, and replaces nothing then. A place is an
     instance, a subclass, or a module that imported the class by name. It may also be a dict of a module, an attribute

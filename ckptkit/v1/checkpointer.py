@@ -37,7 +37,7 @@ class Checkpointer(ClosedAtEnd):
     """A sequence of checkpoints in a training loop, as `orbax.checkpoint.v1.training.Checkpointer`, with fast tiers.
 
     Takes what Orbax's takes, and by keyword what `CheckpointManager` adds (`tiers`, `host_id`, `events`, `durable`,
-    `saving`, `restoring`, `processes`). A thin facade: its saves and restores have that manager's guarantees and costs.
+    `saving`, `processes`). A thin facade: its saves and restores have that manager's guarantees and costs.
     `context` is obeyed, or raises ValueError that names the field (`ckptkit.v1.context`); a context that is active in a
     call is used instead, as in Orbax. Steps have Orbax's v1 layout, and either reads what the other wrote. Not safe
     for several threads; all processes call it together.
