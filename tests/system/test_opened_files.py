@@ -42,3 +42,18 @@ def test_no_system_call_opens_another_hosts_directory(tmp_path: Path) -> None:
     assert any("/ram/" in path and "/host-a/" in path and "slot-" in path for path in paths)
     assert any("/ssd/" in path and "/host-a/" in path and "slot-" in path for path in paths)
     assert {path for path in paths if "host-b" in path} == set()
+
+
+DURABLE_JOB = JOB.replace("tiers=tiers, host_id=host", "host_id=host")
+
+
+@needs_strace
+def test_no_lock_is_taken_in_a_durable_root(tmp_path: Path) -> None:
+    """Lustre without `flock`, and some NFS mounts, refuse locks: every durable save would fail there."""
+    trace = tmp_path / "trace"
+    command = ["strace", "-f", "-qq", "-y", "-e", "trace=fcntl,flock", "-o", str(trace), sys.executable, "-c"]
+    subprocess.run([*command, DURABLE_JOB, str(tmp_path), "host-a"], check=True, timeout=240)
+    calls = trace.read_text(errors="replace").splitlines()
+    locks = [line for line in calls if "SETLK" in line or "flock(" in line]
+    assert calls
+    assert [line for line in locks if str(tmp_path) in line] == []

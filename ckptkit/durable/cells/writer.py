@@ -71,9 +71,13 @@ def kvstore_spec(
     properties, base = properties_of(directory), base_of(directory)
     spec: dict[str, Any] = {"driver": "ocdbt", "base": base}
     if properties.file_system:
-        # Data files have names of their own: only the manifest has to be replaced in one piece.
+        # Data files have names of their own: only the manifest has to be replaced in one piece. No database has two
+        # writers, so none is locked: Lustre without `flock`, and some NFS mounts, refuse locks.
         assert isinstance(base, dict)
-        spec |= {"base": {**base, "file_io_locking": {"mode": "non_atomic"}}, "manifest": base}
+        spec |= {
+            "base": {**base, "file_io_locking": {"mode": "non_atomic"}},
+            "manifest": {**base, "file_io_locking": {"mode": "none"}},
+        }
     elif not writing:
         spec["experimental_read_coalescing_threshold_bytes"] = _COALESCED_BYTES
         spec["experimental_read_coalescing_merged_bytes"] = _MERGED_BYTES
