@@ -136,6 +136,40 @@ class Book:
             if older.place == newer.place and older.value < newer.value:
                 self._weaken(older, tiers, newer.hosts)
 
+    # Commands between runs.
+
+    def pruned(self, place: str, kept: int) -> None:
+        """`prune` has kept the newest steps of the branch in the root. Copies in fast tiers stay."""
+        root, sure = self.roots[place], 0
+        for value in sorted((v for v, found in root.durable.items() if found), reverse=True):
+            status = min(root.durable[value], self._stands(self.saves[value], root))
+            if sure >= kept or status == NO:
+                root.durable[value] = MAYBE
+            sure += status == YES
+
+    def targets(self, place: str) -> list[Save]:
+        """The saves to which the root can be rolled back for sure, newest first."""
+        root = self.roots[place]
+        sure = [self.saves[v] for v, found in root.durable.items() if found == YES]
+        newest = {each.step: each for each in sorted(self.saves.values(), key=lambda each: each.value)}
+        found = [each for each in sure if self._stands(each, root) == YES and newest[each.step] is each]
+        return sorted(found, key=lambda each: -each.value)
+
+    def rolled_back(self, place: str, save: Save) -> None:
+        """The root continues from this save: what was saved after it is abandoned, on every host."""
+        self._count += 1
+        root, last = self.roots[place], max(self.saves)
+        root.segments.append(
+            Segment(number=self._count, run=-self._count, base=save.value, began=last + 0.5, status=YES)
+        )
+
+    def cleaned(self, host: str, tiers: Collection[str]) -> None:
+        """A host has removed the slots of jobs that have ended."""
+        for save in self.saves.values():
+            self._weaken(save, tiers, (host,))
+            if RAM in tiers:
+                save.peer = min(save.peer, MAYBE)
+
     # Acts of a run.
 
     def open(self, place: str, hosts: Sequence[str], config: Any) -> Run:

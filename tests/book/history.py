@@ -10,6 +10,7 @@ from typing import Any
 HOSTS = ("a", "b", "c", "d", "e")
 TIER_SETS = (("ram",), ("ram",), ("ram", "ssd"), ("ram", "ssd"), ("ssd",), (), ("ram", "peer"), ("ram", "peer", "ssd"))
 PLACES = ("root", "other")
+COMMANDS = ("prune", "rollback", "rollback", "scrub", "tiers clean", "ckptkit copy")  # `ckptkit ...` between two runs
 
 Event = tuple[Any, ...]  # its kind, then what it takes; see `World.apply`, and for those of a run `process.py`
 
@@ -122,16 +123,16 @@ class _Drawing:
     def _between(self) -> list[Event]:
         rng, found = self._rng, list[Event]()
         for _ in range(rng.choice((0, 1, 1, 2))):
-            kind = rng.choice(
-                ("remove", "remove", "back up", "back up", "put back", "put back", "copy", "reboot", "replace", "move")
-            )
+            kind = rng.choice((*("remove", "back up", "put back") * 2, "copy", "reboot", "replace", "move", *COMMANDS))
             if kind == "back up":
                 self._backups += 1
                 found.append((kind,))
             elif kind == "put back":
                 found.append((kind, rng.randrange(max(1, self._backups))))
-            elif kind in ("reboot", "replace"):
+            elif kind in ("reboot", "replace", "tiers clean"):
                 found.append((kind, rng.choice(HOSTS[:3] if rng.random() < 0.5 else self._hosts)))
+            elif kind in ("prune", "rollback"):
+                found.append((kind, rng.randrange(1, 3)))
             else:
                 found.append((kind,))
         self._change_hosts()

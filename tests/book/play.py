@@ -22,11 +22,11 @@ def play(history: History, jobs: Jobs) -> str | None:
     world, book = World(mounted=writes and can_mount()), Book()
     try:
         for number, event in enumerate(history.events):
-            if event[0] != "run":
-                world.apply(event, book)
-                continue
             try:
-                _RunCheck(history, event, world, book, jobs).work()
+                if event[0] == "run":
+                    _RunCheck(history, event, world, book, jobs).work()
+                else:
+                    world.apply(event, book)
             except Disagreement as found:
                 return f"event {number}: {found}"
         return None

@@ -85,6 +85,7 @@ def _prepare() -> None:
     """Imports what the forked processes need. The backend of JAX stays untouched here."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1"
+    import ckptkit.cli
     import ckptkit.manager  # noqa: F401
     import tests.book.process  # noqa: F401
 

@@ -10,7 +10,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from tests.book.book import RAM, SSD, Book, Root
+from tests.book.book import RAM, SSD, Book, Disagreement, Root
+from tests.book.commands import run_command
 from tests.book.history import PLACES, Event
 
 _RDONLY, _REMOUNT, _DETACH = 1, 32, 2  # of mount(2) and umount2(2)
@@ -86,6 +87,12 @@ class World:
             **config,
         }
 
+    @staticmethod
+    def _command(*words: Any) -> None:
+        code, said = run_command(*map(str, words))
+        if code:
+            raise Disagreement(f"`ckptkit {' '.join(map(str, words))}` ends with {code}: {said}")
+
     def apply(self, event: Event, book: Book) -> None:
         """Changes the directories between two runs, and tells the book. No effect where the event cannot happen."""
         kind, *rest = event
@@ -109,6 +116,24 @@ class World:
             case "copy" if self.root.exists():  # the run goes on in the copy
                 shutil.rmtree(self.disk / other, ignore_errors=True)
                 shutil.copytree(self.root, self.disk / other, symlinks=True)
+                book.roots[other] = deepcopy(book.roots[place])
+                self.place = other
+            case "prune" if book.saves and self.root.exists():
+                self._command("prune", self.root, "--keep", f"newest={rest[0]}")
+                book.pruned(place, rest[0])
+            case "rollback" if self.root.exists() and rest[0] < len(targets := book.targets(place)):
+                self._command("rollback", self.root, "--to", targets[rest[0]].step)
+                book.rolled_back(place, targets[rest[0]])
+            case "scrub" if self.root.exists():
+                self._command("scrub", self.root, "--repair")
+            case "tiers clean":
+                for tier in (RAM, SSD):
+                    if (path := self.top / "hosts" / rest[0] / tier).exists():
+                        self._command("tiers", "clean", path, "--idle", "0s")
+                        book.cleaned(rest[0], (tier,))
+            case "ckptkit copy" if self.root.exists() and book.targets(place):
+                shutil.rmtree(self.disk / other, ignore_errors=True)
+                self._command("copy", self.root, self.disk / other)
                 book.roots[other] = deepcopy(book.roots[place])
                 self.place = other
             case "move" if self.root.exists():
