@@ -55,6 +55,7 @@ class ChaosRun:
     code: ExitCode | None
     seconds: float
     injected: tuple[Injected, ...]
+    missed: int  # faults that were planned for a time after the job's end
     unplanned: tuple[str, ...]  # losses that no fault explains
 
 
@@ -231,6 +232,7 @@ class Chaos:
             code=code,
             seconds=monotonic_s() - self._begun_s,
             injected=tuple(self._injected),
+            missed=len(self._faults) - len(self._injected),
             unplanned=tuple(self._unplanned),
         )
 

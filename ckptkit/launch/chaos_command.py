@@ -209,7 +209,10 @@ def chaos(
     if verdict == "different":
         return Exit.DIFFERENT
     not_compared = verdict not in (None, "equal")
-    return Exit(int(run.code or not_compared))
+    is_untried = not run.injected and not run.code
+    if is_untried:
+        say_on_stderr("chaos: the job ended before the first fault came; give it more steps, or a shorter --mtbf")
+    return Exit(int(run.code or not_compared or is_untried))
 
 
 def _hazard(given: tuple[str, float]) -> Hazard:
@@ -295,7 +298,8 @@ class ChaosReport:
         print_line()
         _show_faults(run)
         how = "goes on" if run.code is None else "ended well" if run.code == ExitCode.OK else f"ended: {run.code.name}"
-        print_line(f"the job {how} after {time_text(run.seconds)}: {count_text(len(run.injected), 'fault')}")
+        missed = f", {run.missed} more planned for a later time" if run.missed else ""
+        print_line(f"the job {how} after {time_text(run.seconds)}: {count_text(len(run.injected), 'fault')}{missed}")
         print_notes([*run.unplanned, *_cost_lines(found)])
         print_line(f"no goodput: {self._no_goodput}" if self._goodput is None else headline(self._goodput))
         if found["state"] is not None:
@@ -332,6 +336,7 @@ def _found(run: ChaosRun, seed: int, verdict: str | None, account: GoodputReport
         "code": None if run.code is None else int(run.code),
         "seconds": run.seconds,
         "faults": [asdict(each) for each in run.injected],
+        "faults_missed": run.missed,
         "unplanned": list(run.unplanned),
         "back_s_samples": len(back_s),
         "back_s_p50": median(back_s) if back_s else None,

@@ -427,7 +427,7 @@ def test_99th_percentile_is_given_for_enough_times_only(
     fault = Fault(number=0, after_s=0.0, kind="kill", victims=(0,))
     injected = [Injected(fault=fault, at_s=0.0, attempt=0, back_s=float(n), repeated=2) for n in range(count)]
     injected.append(Injected(fault=fault, at_s=0.0, attempt=0))
-    run = ChaosRun(code=ExitCode.OK, seconds=1.0, injected=tuple(injected), unplanned=())
+    run = ChaosRun(code=ExitCode.OK, seconds=1.0, injected=tuple(injected), missed=0, unplanned=())
     report = ChaosReport(run, 0, None, None)
     assert (report.found["back_s_samples"], report.found["back_s_p99"]) == (count, p99)
     report.show()
@@ -469,6 +469,14 @@ def test_different_state_at_the_end_is_reported(tmp_path: Path, capfd: pytest.Ca
     words = ("--faults", "1", "--mtbf", "0.05", "--compare")
     assert main(chaos_command(tmp_path, *words, wrong=wrong)) == 20
     assert "state at the end: DIFFERENT from that of the undisturbed run" in capfd.readouterr().out
+
+
+def test_job_that_ends_before_the_first_fault_has_not_passed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A test of a script would be green without a fault."""
+    assert main(chaos_command(tmp_path, "--faults", "2", "--mtbf", "1h")) == 1
+    shown = capfd.readouterr()
+    assert "s: 0 faults, 2 more planned for a later time\n" in shown.out
+    assert "the job ended before the first fault came; give it more steps, or a shorter --mtbf" in shown.err
 
 
 def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
