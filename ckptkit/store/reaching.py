@@ -45,8 +45,9 @@ def _tried(endpoint: str) -> str | None:
                 ssl.create_default_context().wrap_socket(connection, server_hostname=host).close()
     except socket.gaierror as error:
         return f"the name {host} is not found ({error.strerror}); check it, and the name service of this host"
-    except ssl.SSLCertVerificationError:
-        return None  # the client may have certificates of its own
+    except ssl.SSLCertVerificationError as error:  # the clients may have certificates of their own
+        why = f"Python does not trust the certificate of {host}:{port} ({error.verify_message})"
+        return f"{why}; see that TENSORSTORE_CA_BUNDLE, and for s3:// AWS_CA_BUNDLE, name the file of its authority"
     except ssl.SSLError as error:
         return f"TLS with {host}:{port} fails ({error.reason}); check its address, and the certificates of this host"
     except ConnectionRefusedError:
