@@ -38,7 +38,7 @@ class Verified:
     result."""
 
     prepared: Prepared | None = None
-    leaves: Mapping[Key, Any] = field(default_factory=dict)
+    leaves: dict[Key, Any] = field(default_factory=dict)
     read_bytes: Mapping[str, int] = field(default_factory=lambda: {"durable (orbax)": 0})
     stock: Mapping[str, Any] = field(default_factory=dict)
 
@@ -144,7 +144,8 @@ class LocalRead:
             return dict(proven.stock)
         items: dict[str, Any] = {}
         for item in prepared.asked.trees:
-            placed = [proven.leaves[target.key] for target in prepared.targets if target.key[0] == item]
+            # Each leaf is released once it is cast: of the whole tree, memory has one dtype.
+            placed = (proven.leaves.pop(target.key) for target in prepared.targets if target.key[0] == item)
             with own_context():  # for casts
                 items[item] = prepared.answers[item].finished(placed)
         for name, stored in prepared.inline.items():

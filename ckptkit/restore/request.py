@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import EllipsisType
 from typing import Any, Protocol
@@ -149,8 +149,8 @@ class TreeAnswer:
     finishes: Sequence[Finish | None]  # one for each of `wanted`
     tree: Any  # what is returned: a tree whose leaves are indices into `wanted`, or `...`
 
-    def finished(self, placed: Sequence[Any]) -> Any:
-        """The tree, from the placed leaves of `wanted`."""
+    def finished(self, placed: Iterable[Any]) -> Any:
+        """The tree, from the placed leaves of `wanted`, taken one after another."""
         made = [finish(leaf) if finish else leaf for finish, leaf in zip(self.finishes, placed, strict=True)]
         return with_plain_text(self.tree, lambda at: made[at] if isinstance(at, int) else at)
 

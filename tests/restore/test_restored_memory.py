@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import gc
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptkit
 from ckptkit.slots.arena import Arena
 from ckptkit.snapshot import copying, describe, shards
 from tests.snapshot.snapshots import SHARDINGS, big_tree, named, plain, restore, save
@@ -110,3 +114,35 @@ def test_staging_keeps_no_reference_to_the_state(sharding: str) -> None:
     del description
     before = pointers(value)
     assert pointers(jax.block_until_ready(double(value))) == before
+
+
+def test_cast_leaves_replace_the_stored_ones_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore in bfloat16 would need the memory of both dtypes on the devices, half as much again."""
+    names = [f"w{number}" for number in range(16)]
+    state = {name: jnp.ones(1 << 16) for name in names}
+    state_bytes = sum(leaf.nbytes for leaf in state.values())
+    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(0, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+    del state
+    gc.collect()
+    before, live = _live_bytes(), list[int]()
+    kind: Any = type(jnp.zeros(()))
+    real = kind.astype
+
+    def counted(leaf: Any, *args: Any, **words: Any) -> Any:
+        cast = real(leaf, *args, **words)
+        live.append(_live_bytes() - before)
+        return cast
+
+    monkeypatch.setattr(kind, "astype", counted)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {name: jax.ShapeDtypeStruct((1 << 16,), jnp.bfloat16, sharding=device) for name in names}
+    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+        restored = manager.restore(0, args=ocp.args.StandardRestore(wanted))  # pyright: ignore[reportCallIssue]
+    assert {leaf.dtype for leaf in restored.values()} == {jnp.dtype("bfloat16")}
+    assert len(live) == len(names)
+    assert max(live) < 1.1 * state_bytes
+
+
+def _live_bytes() -> int:
+    return sum(leaf.nbytes for leaf in jax.live_arrays())
