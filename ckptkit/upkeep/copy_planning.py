@@ -163,20 +163,21 @@ class _Root:
 
 
 def _whole_root(here: _Root, there: _Root) -> CopyPlan:
-    chosen = [each for each in here.found.steps if each.state == "committed"]
+    chosen = [each for each in here.found.steps if each.state == "committed" and each.problem is None]
     into, ours, theirs = there.place.url, here.ancestry, there.ancestry
     follows = theirs == ours or _follows(ours, theirs)
     if (theirs.epoch and not follows) or (
         _is_in_use(there) and (theirs.epoch or ours.epoch) and here.shares_saves_with(there) < 0
     ):
         raise CheckpointError(f"{into} has a history of its own (epoch {theirs.epoch}); name an empty root", path=into)
-    problems = tuple(str(each.problem) for each in here.found.steps if each.state == "damaged")
+    problems = tuple(each.problem for each in here.found.steps if each.problem is not None)
     if not chosen and problems:
         raise CorruptCheckpointError(f"{here.place.url} has no whole step: {'; '.join(problems)}", path=here.place.url)
     if not chosen:
         raise StepNotFoundError(f"{here.place.url} has no committed step that could be copied", path=here.place.url)
     known = {each.place.name: each for each in there.found.steps}
-    notes = [f"not copied: step {each.step}, {each.state}" for each in here.found.steps if each not in chosen]
+    left = [each for each in here.found.steps if each not in chosen]
+    notes = [f"not copied: step {each.step}, {'damaged' if each.problem else each.state}" for each in left]
     return CopyPlan(
         source=here.place.url,
         target=into,
@@ -259,7 +260,7 @@ def _check_single(chosen: Sequence[DurableStep], url: str) -> None:
     if not chosen:
         raise StepNotFoundError(f"{url} is not a step of a root: its name is not a step's; copy it as files", path=url)
     (step,) = chosen
-    if step.state == "damaged":
+    if step.problem is not None:
         raise CorruptCheckpointError(f"{url} is damaged and is not copied: {step.problem}", path=url)
     if step.state == "unfinished":
         raise StepNotFoundError(f"{url} was never committed; it has no step to copy", path=url)

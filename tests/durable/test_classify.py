@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit.cli import main
+from ckptkit.cli.exits import Exit
 from ckptkit.durable.lifecycle.classify import (
     Content,
     NameFormat,
@@ -165,6 +166,36 @@ def test_manager_and_listing_have_one_opinion(tmp_path: Path) -> None:
         assert manager.all_steps() == [3]
     after = {str(path) for path in root.rglob("*")}
     assert not [path for path in before if path not in after and "_ckptkit" not in path]
+
+
+def test_step_with_damaged_orbax_metadata_is_the_newest_for_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`plan-restore` and evaluators would name the step before the one that a restart takes."""
+    root = tmp_path / "run"
+    make_root(root, [1, 2])
+    (root / "2" / "_CHECKPOINT_METADATA").write_text("{")
+    (newest,) = [each for each in look(root).steps if each.step == 2]
+    assert newest.state == "committed"
+    assert "_CHECKPOINT_METADATA cannot be read" in str(newest.problem)
+    with manager_of(root) as manager:
+        assert int(manager.restore(None)["w"][0]) == 2
+    assert ckptkit.latest_step(str(root)) == 2
+    assert main(["plan-restore", str(root)]) == Exit.CORRUPT
+    printed = capsys.readouterr()
+    assert f"{root}: step 2, save " in printed.out
+    assert "_CHECKPOINT_METADATA cannot be read" in printed.err
+    assert main(["copy", str(root), str(tmp_path / "copy")]) == Exit.CORRUPT
+    assert numbers_of(tmp_path / "copy") == [1], "stock Orbax may not restore the other"
+
+
+def test_metadata_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    """The constructor raised a bare RecursionError from within Orbax."""
+    root = tmp_path / "run"
+    make_root(root, [1, 2])
+    (root / "2" / "_CHECKPOINT_METADATA").write_text("[" * 5000)
+    with pytest.raises(ckptkit.CorruptCheckpointError, match="run/2/_CHECKPOINT_METADATA cannot be read"):
+        manager_of(root)
 
 
 def test_step_that_was_converted_into_a_root_is_not_the_newest(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
-from tests.roots.catalog import SavedRuns
+import ckptkit
+from tests.roots.catalog import KINDS, SavedRuns
 from tests.roots.commands import ACTIONS, Action, Places
 from tests.roots.kinds import quiet
 from tests.roots.media import Medium
@@ -77,6 +79,8 @@ class Zoo:
         failures = judge(tree, made, outcome)
         if made.arguments and made.call is not None and answer.raised:
             failures += blocked(tree, outcome, self._without_command(tree, made))
+        if made.arguments == ("plan-restore", "{root}"):
+            failures += _forecasts(tree, places, answer)
         if self._medium.listing(self._other) != other:
             failures.append(Failure(kind="bytes lost", text="the root that was only read was changed"))
             self._other = ""
@@ -115,6 +119,30 @@ def _places(tree: Tree, place: str, out: str, other: str) -> Places:
         other=other,
         kind=run[-1].kind if run else "ckptkit composite",
     )
+
+
+_FORECAST: Final = re.compile(r": step (\d+), save ")
+
+
+def _forecasts(tree: Tree, places: Places, answer: Answer) -> Iterator[Failure]:
+    """`plan-restore` and `ckptkit.latest_step` name the step that a manager then takes. They read no array, and do not
+    know whether stock Orbax's own files suffice."""
+    run = [fact for fact in tree.facts if fact.of_run]
+    if any(fact.state not in ("good", "unproven") and not (fact.ours and fact.state == "blemished") for fact in run):
+        return
+    named: dict[str, int | None] = {}
+    try:
+        with quiet(), KINDS[places.kind].open(places.root, "ckptkit", read_only=True) as manager:
+            manager.restore(None)
+            taken = manager.latest_step()
+        named["ckptkit.latest_step"] = ckptkit.latest_step(places.root)
+    except Exception:  # noqa: BLE001  which errors a manager may raise is judged elsewhere
+        return
+    said = _FORECAST.search(answer.out)
+    named["plan-restore"] = None if said is None else int(said[1])
+    for which, step in named.items():
+        if step != taken:
+            yield Failure(kind="false good", text=f"{which} names step {step}, and a restart takes {taken}")
 
 
 def _performed(action: Action, places: Places, main: Main) -> Answer:

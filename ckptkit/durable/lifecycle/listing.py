@@ -77,6 +77,7 @@ _Found = TypeVar("_Found")
 class DurableStep:
     """One step directory. `identity` orders it among the saves; stock Orbax's steps get one, and have no save id.
 
+    `problem`: what is damaged. A restart takes a committed step all the same: it lacks only Orbax's metadata.
     `shares`: the processes whose sidecars are there, and how many wrote the step; None where it was not recorded.
     """
 
@@ -319,7 +320,7 @@ def _recorded(place: Place, step: int, items: Mapping[str, ItemKind | None], anc
         problem = problem or lost[0]
     if not items:
         problem = problem or f"step {step} in {place.url}: it holds no item"
-    identity, at_s = _of_metadata(place, identity)
+    identity, at_s, blemish = _of_metadata(place, identity)
     if identity is None and newer is not None:
         raise newer
     if identity is not None and "" not in items:
@@ -333,7 +334,7 @@ def _recorded(place: Place, step: int, items: Mapping[str, ItemKind | None], anc
         kind=class_of(identity, items, [problem] if problem else [], lost=bool(lost)),
         at_s=at_s,
         shares=shares,
-        problem=problem,
+        problem=problem or blemish,
     )
 
 
@@ -349,17 +350,16 @@ def _of_sidecars(
     return identity, (present, expected), wrong_step(item.url, identity, step) or incomplete(item.url, present, own)
 
 
-def _of_metadata(place: Place, known: SaveId | None) -> tuple[SaveId | None, float | None]:
+def _of_metadata(place: Place, known: SaveId | None) -> tuple[SaveId | None, float | None, str | None]:
     """Which save a step is and when it was committed; Orbax's metadata names a save of ours that has no arrays.
 
-    Raises `CorruptCheckpointError` for damaged metadata of a save of ours. Stock Orbax restores its own steps without.
+    And what is wrong with the metadata of a save of ours, which a restart takes without. Stock Orbax restores its own
+    steps without, too.
     """
     try:
-        return known or save_in_metadata(place), committed_at_s(place)
-    except CorruptCheckpointError:
-        if known is not None:
-            raise
-        return None, None
+        return known or save_in_metadata(place), committed_at_s(place), None
+    except CorruptCheckpointError as error:
+        return known, None, None if known is None else f"step {known.step} in {place.url}: {error}"
 
 
 def _damaged(place: Place, step: int, items: Mapping[str, ItemKind | None], why: str) -> DurableStep:

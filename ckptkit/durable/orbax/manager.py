@@ -20,7 +20,10 @@ from orbax.checkpoint._src.path import deleter
 from orbax.checkpoint.checkpoint_manager import CheckpointManager as OrbaxManager  # `patch_orbax` replaces `ocp`'s
 
 from ckptkit.durable.lifecycle.listing import StepListing, committed_steps
+from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.orbax.v1 import carry_handlers
+from ckptkit.model import paths
+from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import make_durable
 from ckptkit.store.remote import forget_listings
@@ -151,10 +154,16 @@ class _Manager(OrbaxManager):
     """
 
     def _load_checkpoint_infos(self, *args: Any, **kwargs: Any) -> Any:
-        for _ in range(_LOOKS - 1):
-            with suppress(FileNotFoundError):
-                return self._steps_of(super()._load_checkpoint_infos(*args, **kwargs))
-        return self._steps_of(super()._load_checkpoint_infos(*args, **kwargs))
+        try:
+            for _ in range(_LOOKS - 1):
+                with suppress(FileNotFoundError):
+                    return self._steps_of(super()._load_checkpoint_infos(*args, **kwargs))
+            return self._steps_of(super()._load_checkpoint_infos(*args, **kwargs))
+        except RecursionError:  # Orbax takes other text that is not JSON for a step without metadata
+            place = Place(open_store(root_url(str(self.directory))))
+            for name in place.directories():
+                place.below(name).json(paths.STEP_METADATA)  # raises `CorruptCheckpointError` that names the file
+            raise
 
     def _steps_of(self, infos: list[Any]) -> list[Any]:
         url = root_url(str(self.directory))
