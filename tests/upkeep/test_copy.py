@@ -277,6 +277,25 @@ def test_root_is_copied_again_after_a_rollback(tmp_path: Path) -> None:
     assert restored(into) == (3, 33)
 
 
+def test_deleted_step_does_not_return_to_a_copy(tmp_path: Path) -> None:
+    """A host that was away at the deletion would bring the step back in the root that was copied."""
+    root, ram, away = tmp_path / "run", tmp_path / "ram", tmp_path / "away"
+    with manager_of(root, ram=ram) as manager:
+        for step in (1, 2):
+            save(manager, step)
+            shutil.copytree(ram, away, dirs_exist_ok=True)  # of a host that is lost before the deletion
+        manager.delete(2)
+        manager.wait_until_finished()
+    assert copy(plan_copy(str(root), str(tmp_path / "copy"))).done
+    shutil.rmtree(root)
+    shutil.rmtree(ram)
+    (tmp_path / "copy").rename(root)
+    away.rename(ram)
+    with manager_of(root, ram=ram) as manager:
+        assert manager.all_steps() == [1]
+        assert manager.latest_step() == 1
+
+
 def test_abandoned_step_is_restored_by_a_copy_to_a_new_root(tmp_path: Path) -> None:
     """After a rollback nothing could bring the other branch back."""
     root, into = tmp_path / "run", tmp_path / "into"

@@ -274,14 +274,16 @@ class EpochRecords:
         return epoch, runs[0] is not None and runs[0] == runs[1]
 
     def copy_newest(self, to: EpochRecords) -> None:
-        """Writes the newest record to another root, byte for byte, and the id of the root: whose runs they are stays
-        known.
+        """Writes the newest record to another root, byte for byte, the id of the root, and which saves were deleted:
+        whose runs they are stays known, and no host brings back a deleted save.
 
         Raises `FileExistsError` where the other root has another record of that epoch.
         """
         root = read_root_record(self._store)
         if root.id:
             make_root_record(to._store, earlier=root.earlier, known=root.id)
+        if deleted := self.read().deleted:
+            to.delete(deleted)
         epoch = self.newest_epoch()
         to._claim(epoch, self._record(epoch))
 
