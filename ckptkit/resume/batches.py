@@ -131,9 +131,9 @@ class ElasticBatches(grain.DatasetIterator):
         if self._batch_of and not self._is_numbered(position, self._batch_of):
             raise ValueError(
                 f"step {position.step} continues at record {position.record}, and by batch_of it begins at record "
-                f"{self._batch_of(position.step) * self._global_batch}. A guard knows what to skip after `guard.resume`: "
-                f"make ElasticBatches anew there, with first_step={position.step}. Else the run has changed its batch "
-                "size, and batch_of counts batches of one size from record 0"
+                f"{self._batch_of(position.step) * self._global_batch}. A guard knows what to skip after "
+                f"`guard.resume`: make ElasticBatches anew there, with first_step={position.step}. Else the run has "
+                "changed its batch size, and batch_of counts batches of one size from record 0"
             )
         self._source.close()
         self._is_open = False
