@@ -13,11 +13,10 @@ from typing import Any, final
 
 import jax
 
-from ckptkit.durable.lifecycle.root_record import certified_saves, shield_records
+from ckptkit.durable.lifecycle.root_record import certificate_key, certified_saves, shield_records
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.job.coordination import Coordinator, gather, make_coordinator
 from ckptkit.manager import CheckpointManager
-from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.snapshot.state_digest import BoxDigests, box_digests
 from ckptkit.store import Store, open_store
@@ -230,15 +229,11 @@ def certify_saves(store: Store, saves: Collection[SaveId], *, held: Collection[S
     """
     shield_records(store)
     for save in saves:
-        store.put(_certificate_key(save), b"")
+        store.put(certificate_key(save), b"")
     known = (*held, *saves)
     for save in certified_saves(store) if known else ():
         if save < min(known):
-            store.delete(_certificate_key(save))
-
-
-def _certificate_key(save: SaveId) -> str:
-    return f"{paths.CERTIFIED_DIR}/{paths.certificate_name(save.epoch, save.step, save.number, save.run)}"
+            store.delete(certificate_key(save))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

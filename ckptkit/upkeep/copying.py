@@ -20,7 +20,7 @@ from ckptkit.durable.commit import commit_mark, intents
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import Lease, WriterClaim
 from ckptkit.durable.lifecycle.places import Place, step_items
-from ckptkit.durable.lifecycle.root_record import shield_records
+from ckptkit.durable.lifecycle.root_record import certificate_key, certified_saves, shield_records
 from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError, store_error
 from ckptkit.formats.ranges import open_ranges
@@ -94,6 +94,7 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
             done.append(each)
         if done:
             records.write()
+            _copy_certificates(plan, done, target, timeout_s)
         for error in damaged:
             raise error
     return replace(plan, done=True, steps=tuple(done), notes=tuple(notes))
@@ -170,6 +171,15 @@ def _leased(plan: CopyPlan, timeout_s: float, notes: list[str]) -> Iterator[froz
             except StoreError as error:
                 notes.append(f"the steps could not be leased, a running job might prune them meanwhile: {error}")
         yield kept
+
+
+def _copy_certificates(plan: CopyPlan, done: Sequence[CopyStep], target: Store, timeout_s: float) -> None:
+    """What a replay came to stays certified: the copy has the bytes and the names of these saves."""
+    if plan.adoption is None:
+        source = open_store(plan.steps[0].source.rpartition("/")[0], deadline_s=timeout_s)
+        there = {each.save_id for each in done if each.act != "leave"}
+        for save in certified_saves(source) & there:
+            target.put(certificate_key(save), b"")
 
 
 def _names_of_leftovers(root: Store) -> set[str]:

@@ -12,7 +12,9 @@ import pytest
 
 import ckptkit
 from ckptkit.durable.lifecycle.epochs import EpochRecords
+from ckptkit.durable.lifecycle.root_record import certified_saves
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from ckptkit.guard.replaying import certify_saves
 from ckptkit.model import paths
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
@@ -275,6 +277,20 @@ def test_root_is_copied_again_after_a_rollback(tmp_path: Path) -> None:
     done = copy(plan_copy(str(root), str(into)))
     assert [(each.step, each.act) for each in done.steps] == [(1, "skip"), (2, "skip"), (3, "copy")]
     assert restored(into) == (3, 33)
+
+
+def test_certified_saves_are_certified_in_the_copy(tmp_path: Path) -> None:
+    """A job that restores from a backup by `certified=True` would find no step."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    by_step = {each.step: each.save_id for each in ckptkit.verify(str(root)).steps}
+    certify_saves(open_store(str(root)), [by_step[1], by_step[2]], held=[])
+    assert copy(plan_copy(str(root), str(tmp_path / "copy"))).done
+    assert certified_saves(open_store(str(tmp_path / "copy"))) == {by_step[1], by_step[2]}
+    assert copy(plan_copy(f"{root}/2", str(tmp_path / "one"))).done
+    assert certified_saves(open_store(str(tmp_path / "one"))) == {by_step[2]}
+    with manager_of(tmp_path / "copy") as manager:
+        assert int(manager.restore(None, certified=True)["w"][0]) == 2
 
 
 def test_deleted_step_does_not_return_to_a_copy(tmp_path: Path) -> None:

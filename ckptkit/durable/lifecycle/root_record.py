@@ -88,6 +88,11 @@ def _sealed(record: RootRecord) -> bytes:
     return json.dumps({**fields, "digest": digest_of(json.dumps(fields).encode())}).encode()
 
 
+def certificate_key(save: SaveId) -> str:
+    """The empty object that records that a replay came to a save."""
+    return f"{paths.CERTIFIED_DIR}/{paths.certificate_name(save.epoch, save.step, save.number, save.run)}"
+
+
 def certified_saves(store: Store) -> frozenset[SaveId]:
     """The certified saves of a durable root. Cost: a listing. Raises `StoreError`."""
     found = (paths.save_of_certificate(name) for name in store.list(paths.CERTIFIED_DIR))
