@@ -174,7 +174,7 @@ def _leased(plan: CopyPlan, timeout_s: float, notes: list[str]) -> Iterator[froz
 
 
 def _copy_certificates(plan: CopyPlan, done: Sequence[CopyStep], target: Store, timeout_s: float) -> None:
-    """What a replay came to stays certified: the copy has the bytes and the names of these saves."""
+    """Certified saves are certified in the copy, which has their bytes and their names."""
     if plan.adoption is None:
         source = open_store(plan.steps[0].source.rpartition("/")[0], deadline_s=timeout_s)
         there = {each.save_id for each in done if each.act != "leave"}
