@@ -157,7 +157,7 @@ def foreign(
     else the journal has the version, or the digest where the work ended before the version was known.
     """
     data = re.compile(rf"(?:.*/)?{re.escape(data_prefix(work))}[0-9a-f]+(?:{LOCK_SUFFIX})?") if work else None
-    known = (OCDBT_MANIFEST, OCDBT_MANIFEST + LOCK_SUFFIX) if work else ()
+    known = re.compile(rf"{re.escape(OCDBT_MANIFEST)}(?:_[0-9a-f]+)?(?:{LOCK_SUFFIX})?") if work else None
 
     def is_as(key: str, stat: Stat, each: Noted) -> bool:
         if each.size is not None and each.size != stat.size_bytes:
@@ -167,7 +167,9 @@ def foreign(
         return each.digest is None or digest_of(read(key)) == each.digest
 
     def is_ours(key: str, stat: Stat) -> bool:
-        if key.rpartition("/")[2] in known or (data is not None and data.fullmatch(key)):
+        if known is not None and known.fullmatch(key.rpartition("/")[2]):
+            return True
+        if data is not None and data.fullmatch(key):
             return True
         return any(is_as(key, stat, each) for each in noted.get(key, ()))
 

@@ -234,8 +234,9 @@ def full(facts: Facts) -> list[Advice]:
 
 
 def damaged(facts: Facts) -> list[Advice]:
-    """Steps whose records cannot be read, or whose shares are not whole: no restart takes them."""
-    steps = [entry for entry in facts.steps if entry.state == "damaged"]
+    """Steps whose records cannot be read, or whose shares are not whole: no restart takes them, or stock Orbax does
+    not."""
+    steps = [entry for entry in facts.steps if entry.problem is not None and entry.state in ("damaged", "committed")]
     if not steps:
         return []
     shown = "; ".join(str(entry.problem) for entry in steps[:3])

@@ -90,7 +90,8 @@ def _newest_of_root(place: Place, timeout_s: float, passes_over: bool) -> Inspec
     if newest is None:
         states = ", ".join(f"{step.step} ({step.state})" for step in steps)
         raise nothing_at(place.url, f"it has no committed step, only {states}; name one of them to look at it")
-    newer = [step.problem for step in steps if step.problem is not None and step.step > newest.step]
+    others = [step for step in steps if step.step > newest.step and step.state != "abandoned"]
+    newer = [step.problem for step in others if step.problem is not None]
     if newer and not passes_over:
         raise CorruptCheckpointError(
             f"{'; '.join(newer)}. The newest step is damaged; to take an older one, name it: {newest.place.url}",

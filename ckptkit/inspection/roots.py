@@ -145,7 +145,8 @@ def require_free_name(target: str, *, timeout_s: float = _TIMEOUT_S) -> None:
     place = Place.open(above, timeout_s=timeout_s)
     found = read_root(place, read_ancestry(place)[0])
     is_root = found.steps or f"{paths.SIDECAR_DIR}/" in place.names()
-    if is_root and found.names.step_of(name) is not None:
+    is_free = found.steps and found.names.step_of(name) is None  # without steps, the format of names is not known
+    if is_root and not is_free:
         raise CheckpointError(
             f"{target}: the job of the root {above} may save a step of this name; name a place outside", path=target
         )

@@ -22,7 +22,8 @@ from ckptkit.util.words import size_text
 
 DIRECTORY = Properties(file_system=True, round_trips=False, atomic_rename=True, generations=False, known_to_orbax=False)
 _MARKED = replace(DIRECTORY, atomic_rename=False)
-_UNFINISHED = re.compile(r"\.put-[0-9a-f]{32}")
+# Of our puts, and of TensorStore's manifests.
+_UNFINISHED = re.compile(r"\.put-[0-9a-f]{32}|manifest\.ocdbt_[0-9a-f]+\.__lock")
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}  # the errors of link(2) without hard links
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import threading
@@ -12,6 +13,7 @@ from ckptkit.util import clock
 
 _LIMIT_S = 0.5  # of the connection, and of the wait for it
 _AGAIN_S = 60.0  # as long a finding counts: tries follow each other
+_BUNDLES = ("TENSORSTORE_CA_BUNDLE", "AWS_CA_BUNDLE")  # of the clients
 _found: dict[str, tuple[float, str | None]] = {}  # by endpoint: when, and what
 
 
@@ -42,11 +44,15 @@ def _tried(endpoint: str) -> str | None:
     try:
         with socket.create_connection((host, port), timeout=_LIMIT_S) as connection:
             if is_tls:
-                ssl.create_default_context().wrap_socket(connection, server_hostname=host).close()
+                context = ssl.create_default_context()
+                for name in _BUNDLES:
+                    if path := os.environ.get(name):
+                        context.load_verify_locations(path)
+                context.wrap_socket(connection, server_hostname=host).close()
     except socket.gaierror as error:
         return f"the name {host} is not found ({error.strerror}); check it, and the name service of this host"
-    except ssl.SSLCertVerificationError as error:  # the clients may have certificates of their own
-        why = f"Python does not trust the certificate of {host}:{port} ({error.verify_message})"
+    except ssl.SSLCertVerificationError as error:
+        why = f"the certificate of {host}:{port} is not trusted here ({error.verify_message})"
         return f"{why}; see that TENSORSTORE_CA_BUNDLE, and for s3:// AWS_CA_BUNDLE, name the file of its authority"
     except ssl.SSLError as error:
         return f"TLS with {host}:{port} fails ({error.reason}); check its address, and the certificates of this host"

@@ -174,9 +174,9 @@ def _leased(plan: CopyPlan, timeout_s: float, notes: list[str]) -> Iterator[froz
 
 
 def _copy_certificates(plan: CopyPlan, done: Sequence[CopyStep], target: Store, timeout_s: float) -> None:
-    """Certified saves are certified in the copy, which has their bytes and their names."""
-    if plan.adoption is None:
-        source = open_store(plan.steps[0].source.rpartition("/")[0], deadline_s=timeout_s)
+    """Certified saves are certified in the copy of a root, which has their bytes and their names."""
+    if plan.ancestry is not None:
+        source = open_store(plan.source, deadline_s=timeout_s)
         there = {each.save_id for each in done if each.act != "leave"}
         for save in certified_saves(source) & there:
             target.put(certificate_key(save), b"")

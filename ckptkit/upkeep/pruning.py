@@ -41,6 +41,7 @@ from ckptkit.verification.records import VerifyProgress
 Keep = KeepNewest | KeepBytes | EverySteps
 PruneAction = Literal["keep", "delete", "leave"]
 
+_NEWER = "newer, and a restore with a template takes it"
 _POLL_S = 0.5  # between two looks at leases that are waited for
 
 
@@ -149,9 +150,13 @@ def plan_prune(
     require_root(place, in_root)
     found = in_root.steps
     branch = sorted((each for each in found if each.state == "committed"), key=lambda each: each.identity)[::-1]
-    blemished: list[str] = []
-    proven, corrupt = _newest_whole(branch, Limits(progress=progress), timeout_s, blemished, unread=unread)
-    damaged = [f"{each.problem}; it is left as it is" for each in found if each.state == "damaged"]
+    looked = _newest_whole(branch, Limits(progress=progress), timeout_s, unread=unread)
+    proven, corrupt = looked.whole, looked.corrupt
+    damaged = [
+        f"{each.problem}; it is left as it is"
+        for each in found
+        if each.problem is not None and each.place.url not in corrupt
+    ]
     whole = [each for each in branch if each.place.url not in corrupt]
     sizes = {
         each.place.url: StepBytes(all_bytes=stored_bytes(each.place), shared=linked_bytes(each.place)) for each in found
@@ -162,6 +167,8 @@ def plan_prune(
             kept[each].append(keep_text(rule))
     if proven is not None:
         kept[proven.place.url].append("the newest whole step")
+    if looked.blemished is not None and looked.blemished is not proven:
+        kept[looked.blemished.place.url].append(_NEWER)
     pinned = pinned_steps(place.store)
     in_use = PruneGuard(place.store).leased([each.step for each in found]) - pinned
     _add(kept, found, pinned, "pinned")
@@ -177,7 +184,7 @@ def plan_prune(
         proven=None if proven is None else proven.step,
         ancestry=ancestry,
         problems=(*damaged, *corrupt.values()),
-        notes=(*in_root.notes, *blemished),
+        notes=(*in_root.notes, *looked.notes),
     )
 
 
@@ -236,31 +243,42 @@ def keep_text(rule: Keep) -> str:
     return f"newest={rule.count}" if isinstance(rule, KeepNewest) else f"bytes={rule.bytes_max}"
 
 
-def _newest_whole(
-    newest_first: Sequence[DurableStep], limits: Limits, timeout_s: float, blemished: list[str], *, unread: bool
-) -> tuple[DurableStep | None, dict[str, str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looked:
     """The newest step without damage, and what is wrong with those before it, by path.
 
-    `blemished` gets the damage of files that a restore may need or not, by what it is asked for. Such a step is the
-    newest whole one only if no older step is without.
+    `blemished`: the newest step that a restore takes or rejects, by what it is asked for: a file of stock Orbax is
+    damaged or missing, and `notes` has which. It is the newest whole one only if no older step is without.
     """
+
+    whole: DurableStep | None
+    blemished: DurableStep | None
+    corrupt: Mapping[str, str]
+    notes: Sequence[str]
+
+
+def _newest_whole(newest_first: Sequence[DurableStep], limits: Limits, timeout_s: float, *, unread: bool) -> _Looked:
     corrupt: dict[str, str] = {}
-    first: DurableStep | None = None
+    blemished: DurableStep | None = None
+    notes: list[str] = []
     for each in newest_first:
+        if each.problem is not None:
+            corrupt[each.place.url] = each.problem
+            continue
         if unread:
-            return each, corrupt
-        notes: list[str] = []
-        proofs = prove_step(each.place, each.step, limits, notes, timeout_s=timeout_s)
+            return _Looked(whole=each, blemished=None, corrupt=corrupt, notes=())
+        of_step: list[str] = []
+        proofs = prove_step(each.place, each.step, limits, of_step, timeout_s=timeout_s)
         if not proofs:  # replaced while it was read: a look of its own is due
             raise CheckpointError(f"step {each.step} in {each.place.url} was replaced while it was read; run it again")
         if proofs[0].findings:
             corrupt[each.place.url] = f"step {each.step}: {proofs[0].findings[0].problem}"
-        elif proofs[0].unread or not notes:  # notes of what was not understood hold for every step of the run
-            return each, corrupt
+        elif proofs[0].unread or not of_step:  # notes of what was not understood hold for every step of the run
+            return _Looked(whole=each, blemished=blemished, corrupt=corrupt, notes=notes)
         else:
-            first = first or each
-            blemished += notes
-    return first, corrupt
+            blemished = blemished or each
+            notes += of_step
+    return _Looked(whole=blemished, blemished=blemished, corrupt=corrupt, notes=notes)
 
 
 def _add(kept: dict[str, list[str]], found: Sequence[DurableStep], steps: set[int], why: str) -> None:
@@ -309,7 +327,7 @@ def _still_there(plan: PrunePlan, timeout_s: float) -> dict[str, SaveId | None]:
     # Names of the plan itself: the directories that go may be those that decided on a name format.
     prefix = plan.steps[0].name.rpartition("_")[0]
     found = {each.place.url: each for each in read_root(place, ancestry, step_prefix=prefix).steps}
-    stays = [each for each in plan.steps if each.step == plan.proven and each.act == "keep"]
+    stays = [each for each in plan.steps if each.act == "keep" and (each.step == plan.proven or _NEWER in each.reasons)]
     whole = all(
         each.path in found and found[each.path].state == "committed" and found[each.path].save_id == each.save_id
         for each in stays

@@ -171,7 +171,7 @@ def _require_there(plan: RollbackPlan, timeout_s: float) -> None:
 def _chosen(entries: Sequence[StepEntry], step: int, root: str) -> StepEntry:
     of_number = [each for each in entries if each.step == step]
     for each in of_number:
-        if each.state == "committed":
+        if each.state == "committed" and each.problem is None:
             return each
     for each in of_number:
         if each.problem is not None:

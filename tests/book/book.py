@@ -140,12 +140,12 @@ class Book:
 
     def pruned(self, place: str, kept: int) -> None:
         """`prune` has kept the newest steps of the branch in the root. Copies in fast tiers stay."""
-        root, sure = self.roots[place], 0
+        root, newer = self.roots[place], 0
         for value in sorted((v for v, found in root.durable.items() if found), reverse=True):
             status = min(root.durable[value], self._stands(self.saves[value], root))
-            if sure >= kept or status == NO:
+            if newer >= kept or status == NO:
                 root.durable[value] = MAYBE
-            sure += status == YES
+            newer += status > NO
 
     def targets(self, place: str) -> list[Save]:
         """The saves to which the root can be rolled back for sure, newest first."""

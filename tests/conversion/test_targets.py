@@ -137,6 +137,20 @@ def test_foreign_files_in_the_directory_of_an_interrupted_run_are_kept(
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("flags", [[], ["--resume"]])
+def test_manifest_of_a_killed_write_is_of_the_interrupted_run(
+    flags: list[str], ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]
+) -> None:
+    """A conversion that was killed between the open and the rename of a manifest could not be resumed or begun anew."""
+    source = writers.by_safetensors(tmp_path / "a.safetensors", TREE)
+    words = ("convert", source, tmp_path / "t", "--to", "orbax", *SMALL)
+    ended_at(Destination, "commit", *words)
+    (tmp_path / ".t.ckptkit-part/t/manifest.ocdbt_0123456789abcdef.__lock").write_bytes(b"")  # TensorStore's name
+    assert ckpt(*words, *flags).code == 0
+    assert not list((tmp_path / "t").rglob("*__lock"))
+    assert_same_bits(read(tmp_path / "t"), TREE)
+
+
 @pytest.mark.parametrize("where", ["disk", "bucket"])
 def test_resume_is_refused_if_written_files_were_deleted(
     where: str, ckpt: Run, server: BucketServer, tmp_path: Path, ended_at: Callable[..., None]

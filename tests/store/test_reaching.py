@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.store import reaching
 from ckptkit.store.reaching import network_problem
 
 
@@ -40,11 +41,24 @@ def untrusted(tmp_path: Path) -> Iterator[int]:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not there")
-def test_certificate_that_is_not_trusted_is_named_with_the_variables_to_set(untrusted: int) -> None:
+def test_certificate_of_a_bundle_that_is_set_is_no_problem(
+    untrusted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person who has set the variables would be sent to set them, while the service has an outage."""
+    monkeypatch.setattr(reaching, "_LIMIT_S", 20.0)
+    monkeypatch.setenv("TENSORSTORE_CA_BUNDLE", str(tmp_path / "certificate.pem"))
+    assert network_problem(f"https://localhost:{untrusted}") is None
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not there")
+def test_certificate_that_is_not_trusted_is_named_with_the_variables_to_set(
+    untrusted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The message would only have that the service does not answer."""
+    monkeypatch.setattr(reaching, "_LIMIT_S", 20.0)
     problem = network_problem(f"https://localhost:{untrusted}")
     assert problem is not None
-    assert f"the certificate of localhost:{untrusted} (self" in problem
+    assert f"the certificate of localhost:{untrusted} is not trusted here (self" in problem
     assert "TENSORSTORE_CA_BUNDLE, and for s3:// AWS_CA_BUNDLE" in problem
 
 

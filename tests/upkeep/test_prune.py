@@ -125,12 +125,31 @@ def test_step_that_a_restore_may_reject_is_not_the_newest_whole_one(tmp_path: Pa
     assert acts(plan) == {
         1: ("delete", ("no rule keeps it",)),
         2: ("keep", ("the newest whole step",)),
-        3: ("keep", ("newest=1",)),
+        3: ("keep", ("newest=1", "newer, and a restore with a template takes it")),
     }
     assert "_METADATA" in "".join(plan.notes)
+    every = acts(plan_prune(str(root), [EverySteps(1000)]))
+    newer = "newer, and a restore with a template takes it"
+    assert every == {
+        1: ("delete", ("no rule keeps it",)),
+        2: ("keep", ("the newest whole step",)),
+        3: ("keep", (newer,)),
+    }
     for step in (1, 2):
         (root / f"{step}/default/_METADATA").unlink()
     assert plan_prune(str(root), [KeepNewest(1)]).proven == 3, "each of them may be rejected"
+
+
+def test_unread_prune_keeps_an_older_step_than_one_with_a_known_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the steps only one would be left that stock Orbax may not restore, and nothing would tell."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    (root / "3/_CHECKPOINT_METADATA").write_text("{")
+    assert main(["prune", str(root), "--keep", "newest=1", "--unread"]) == Exit.CORRUPT
+    assert "_CHECKPOINT_METADATA cannot be read" in capsys.readouterr().err
+    assert steps_in(root) == [2, 3]
 
 
 def test_prune_that_leaves_a_damaged_step_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,8 @@ def kvstore_spec(
     spec: dict[str, Any] = {"driver": "ocdbt", "base": base}
     if properties.file_system:
         # Data files have names of their own: only the manifest has to be replaced in one piece. No database has two
-        # writers, so none is locked: Lustre without `flock`, and some NFS mounts, refuse locks.
+        # writers at a time (two would lose keys), so none is locked: Lustre without `flock`, and some NFS mounts,
+        # refuse locks.
         assert isinstance(base, dict)
         spec |= {
             "base": {**base, "file_io_locking": {"mode": "non_atomic"}},

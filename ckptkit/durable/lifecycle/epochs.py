@@ -282,10 +282,10 @@ class EpochRecords:
         root = read_root_record(self._store)
         if root.id:
             make_root_record(to._store, earlier=root.earlier, known=root.id)
-        if deleted := self.read().deleted:
-            to.delete(deleted)
         epoch = self.newest_epoch()
         to._claim(epoch, self._record(epoch))
+        if deleted := self.read().deleted - to.read().deleted:  # after the claim: a refused copy changes nothing
+            to.delete(deleted)
 
     def _record(self, epoch: int) -> bytes:
         """The record of an epoch, or its copy where the record is damaged or gone."""

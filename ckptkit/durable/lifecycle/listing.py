@@ -190,7 +190,7 @@ def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> S
 def latest_step(root: str) -> int | None:
     """The step of the newest save in a durable root, which a restart without fast tiers would take; None without one.
 
-    The newest save is the one made last; no rollback has abandoned it, and its records are whole. Cost: the epoch
+    The newest save is the one made last; no rollback has abandoned it, and its sidecars are whole. Cost: the epoch
     record, a listing, a small read for each step, 16 at a time, and a look into the newest. Steps without a mark of
     ours are looked into: in a root without saves of ours from the highest number on, until one is a step, because stock
     Orbax saves in the order of the numbers. Raises `StoreError` where the root cannot be read, `CorruptCheckpointError`

@@ -161,7 +161,7 @@ class _Manager(OrbaxManager):
             return self._steps_of(super()._load_checkpoint_infos(*args, **kwargs))
         except RecursionError:  # Orbax takes other text that is not JSON for a step without metadata
             place = Place(open_store(root_url(str(self.directory))))
-            for name in place.directories():
+            for name in filter(paths.step_of_name, place.directories()):
                 place.below(name).json(paths.STEP_METADATA)  # raises `CorruptCheckpointError` that names the file
             raise
 
