@@ -144,7 +144,7 @@ class LocalRead:
             return dict(proven.stock)
         items: dict[str, Any] = {}
         for item in prepared.asked.trees:
-            # Each leaf is released once it is cast: memory has one dtype of the tree (without the leaves of a broadcast).
+            # Each leaf is released once it is cast: memory has one dtype of the tree (of a broadcast's leaves, both).
             placed = (proven.leaves.pop(target.key) for target in prepared.targets if target.key[0] == item)
             with own_context():  # for casts
                 items[item] = prepared.answers[item].finished(placed)

@@ -58,8 +58,8 @@ def plan_adoption(
                 path=root,
             )
         epoch = max([ancestry.epoch, *(save.epoch for save in saves)]) + 1
-        save_id = SaveId(epoch, step, 0, new_id(), ancestry.root)
-        after = ancestry.begin(epoch, None, save_id.run, stock_steps)
+        save_id = SaveId(epoch, step, 0, new_id(), ancestry.root or new_id())
+        after = replace(ancestry, root=save_id.root).begin(epoch, None, save_id.run, stock_steps)
         return Adoption(save_id=save_id, before=ancestry, after=after)
     most = min([*(each - 1 for each in steps), *(each.step for each in ancestry.rollbacks)], default=step)
     if step > most:

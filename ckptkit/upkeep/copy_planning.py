@@ -165,11 +165,21 @@ class _Root:
 def _whole_root(here: _Root, there: _Root) -> CopyPlan:
     chosen = [each for each in here.found.steps if each.state == "committed" and each.problem is None]
     into, ours, theirs = there.place.url, here.ancestry, there.ancestry
+    begun = dict(ours.runs)
+    is_forked = any(begun.get(epoch, run) != run for epoch, run in theirs.runs)
     follows = theirs == ours or _follows(ours, theirs)
-    if (theirs.epoch and not follows) or (
-        _is_in_use(there) and (theirs.epoch or ours.epoch) and here.shares_saves_with(there) < 0
+    if (
+        is_forked
+        or (theirs.epoch and not follows)
+        or (_is_in_use(there) and (theirs.epoch or ours.epoch) and here.shares_saves_with(there) < 0)
     ):
         raise CheckpointError(f"{into} has a history of its own (epoch {theirs.epoch}); name an empty root", path=into)
+    if theirs.root and ours.root and theirs.root != ours.root:
+        raise CheckpointError(
+            f"{into} is another root already: a job was started there. Name an empty one; or if that job has saved "
+            f"nothing, remove {into}/{paths.SIDECAR_DIR} first",
+            path=into,
+        )
     problems = tuple(each.problem for each in here.found.steps if each.problem is not None)
     if not chosen and problems:
         raise CorruptCheckpointError(f"{here.place.url} has no whole step: {'; '.join(problems)}", path=here.place.url)
@@ -204,6 +214,13 @@ def _single(here: _Root, there: _Root, url: str, as_step: int | None, adopted: A
     if adopted is not None and there_already is not None and _is_adopted(there, there_already, step, adopted):
         planned = replace(_made(step, target), act="skip", reason="the target has this save")
     elif adopted is None:
+        if number != step.step:
+            raise CheckpointError(
+                f"step {step.step} is not copied as step {number}: its records name its number; give it a new identity "
+                "with `--as newest` or `--as history`",
+                step=step.step,
+                path=into,
+            )
         planned = _planned(step, there_already, target)
         if planned.act == "copy":
             _require_same_run(here, there, step)

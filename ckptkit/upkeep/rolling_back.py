@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import Lease, pinned_steps
+from ckptkit.durable.lifecycle.listing import read_root
 from ckptkit.durable.lifecycle.places import Place
 from ckptkit.durable.lifecycle.root_record import shield_records
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
@@ -97,6 +98,14 @@ def plan_rollback(
                 with suppress(StoreError):  # `rollback` looks again
                     held.enter_context(_held(listing.root, step, timeout_s))
             _verify(entry, listing.root, timeout_s, progress)
+    durable = [each for each in read_root(place, before, step_prefix=step_prefix).steps if each.step == step]
+    if entry.save_id is None and any(each.identity.of_another_root for each in durable):
+        raise CheckpointError(
+            f"{listing.root} is not rolled back: step {step} is of another root, so it counts as the oldest. To "
+            f"continue from it, restore it in the job, with `manager.restore({step})`, and save",
+            step=step,
+            path=listing.root,
+        )
     identity = entry.save_id or before.of_stock(step)
     live = [each for each in listing.steps if each.state in ("committed", "partial")]
     newer = tuple(each for each in live if (each.save_id or before.of_stock(each.step)) > identity)

@@ -382,3 +382,54 @@ def test_a_run_that_saves_the_step_meanwhile_is_no_damage(
     assert not isinstance(caught.value, CorruptCheckpointError)
     assert {verdict.state for verdict in ckptkit.verify(BUCKET).steps} == {"proven"}
     assert restored(BUCKET) == (3, 3)
+
+
+def test_copy_into_a_root_that_a_job_was_started_in_is_refused(tmp_path: Path) -> None:
+    """The manager would take each copied step for one of another root, and delete the newest as the oldest."""
+    root, target = tmp_path / "run", tmp_path / "target"
+    make_root(root, (1, 2))
+    manager_of(target).close()
+    with pytest.raises(CheckpointError, match="is another root already: a job was started there"):
+        plan_copy(str(root), str(target))
+
+
+def test_copy_into_a_copy_that_was_trained_on_is_refused(tmp_path: Path) -> None:
+    """The steps of that run would be abandoned without a word: both copies have only their newest records."""
+    root, trained, later = tmp_path / "run", tmp_path / "b1", tmp_path / "b2"
+    make_root(root, (1, 2, 3))
+    copy(plan_copy(str(root), str(trained)))
+    for step in (4, 5):
+        with manager_of(root) as manager:
+            manager.restore(None)
+            save(manager, step)
+    copy(plan_copy(str(root), str(later)))
+    with manager_of(trained) as manager:
+        manager.restore(None)
+        save(manager, 10)
+    for source in (root, later):
+        with pytest.raises(CheckpointError, match="has a history of its own"):
+            plan_copy(str(source), str(trained))
+
+
+def test_step_gets_another_number_only_with_a_new_identity(tmp_path: Path) -> None:
+    """Its records would name another step: the copy was called proven, and no restart took it."""
+    make_root(tmp_path / "run", (1, 2, 3))
+    with pytest.raises(CheckpointError, match="is not copied as step 9: its records name its number"):
+        plan_copy(f"{tmp_path}/run/3", str(tmp_path / "target"), as_step=9)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_adopted_step_of_a_new_root_is_restored(stock: bool, tmp_path: Path) -> None:
+    """A root without an id of its own gave the step two identities: no restart could read what was called proven."""
+    target, number = tmp_path / "target", 3
+    make_root(tmp_path / "run", (1, 2, 3))
+    if stock:
+        number = 7
+        with ocp.CheckpointManager(target) as manager:
+            for step in (5, 6):
+                state = {"w": jnp.full(64, step)}
+                manager.save(step, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+    copy(plan_copy(f"{tmp_path}/run/3", str(target), as_step=number, adopted="newest"))
+    assert ckptkit.latest_step(str(target)) == number
+    assert restored(target) == (number, 3)
+    assert restored(target) == (number, 3), "at the second start, too"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,14 @@ def test_job_does_not_prune_the_step_that_a_rollback_went_back_to(
         save(manager, 3)
     assert steps_in(root) == [1, 2, 3]
     assert restored(root) == (1, 1)
+
+
+def test_rollback_to_a_step_of_another_root_is_refused(tmp_path: Path) -> None:
+    """It answered that the run continues from there, and every restart still took the newest step."""
+    root = tmp_path / "run"
+    make_root(tmp_path / "other", (3,))
+    make_root(root, (5, 6))
+    shutil.copytree(tmp_path / "other/3", root / "3")
+    with pytest.raises(CheckpointError, match="step 3 is of another root, so it counts as the oldest"):
+        plan_rollback(str(root), 3, host_id=HOST)
+    assert restored(root) == (6, 6)
