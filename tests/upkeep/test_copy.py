@@ -394,7 +394,7 @@ def test_copy_into_a_root_that_a_job_was_started_in_is_refused(tmp_path: Path) -
 
 
 def test_copy_into_a_copy_that_was_trained_on_is_refused(tmp_path: Path) -> None:
-    """The steps of that run would be abandoned without a word: both copies have only their newest records."""
+    """The steps of that run would be abandoned without a warning: both copies have only their newest records."""
     root, trained, later = tmp_path / "run", tmp_path / "b1", tmp_path / "b2"
     make_root(root, (1, 2, 3))
     copy(plan_copy(str(root), str(trained)))
