@@ -234,8 +234,8 @@ def full(facts: Facts) -> list[Advice]:
 
 
 def damaged(facts: Facts) -> list[Advice]:
-    """Steps whose records cannot be read, or whose shares are not whole: no restart takes them, or stock Orbax does
-    not."""
+    """Steps whose records cannot be read, or whose shares are not whole: no restart takes them. And those that only
+    lack Orbax's metadata: stock Orbax may not restore them."""
     steps = [entry for entry in facts.steps if entry.problem is not None and entry.state in ("damaged", "committed")]
     if not steps:
         return []

@@ -178,7 +178,7 @@ def _copy_certificates(plan: CopyPlan, done: Sequence[CopyStep], target: Store, 
     if plan.ancestry is not None:
         source = open_store(plan.source, deadline_s=timeout_s)
         there = {each.save_id for each in done if each.act != "leave"}
-        for save in certified_saves(source) & there:
+        for save in (certified_saves(source) & there) - certified_saves(target):
             target.put(certificate_key(save), b"")
 
 

@@ -41,7 +41,6 @@ from ckptkit.verification.records import VerifyProgress
 Keep = KeepNewest | KeepBytes | EverySteps
 PruneAction = Literal["keep", "delete", "leave"]
 
-_NEWER = "newer, and a restore with a template takes it"
 _POLL_S = 0.5  # between two looks at leases that are waited for
 
 
@@ -168,7 +167,7 @@ def plan_prune(
     if proven is not None:
         kept[proven.place.url].append("the newest whole step")
     if looked.blemished is not None and looked.blemished is not proven:
-        kept[looked.blemished.place.url].append(_NEWER)
+        kept[looked.blemished.place.url].append("newer, and a restore with a template takes it")
     pinned = pinned_steps(place.store)
     in_use = PruneGuard(place.store).leased([each.step for each in found]) - pinned
     _add(kept, found, pinned, "pinned")
@@ -327,7 +326,7 @@ def _still_there(plan: PrunePlan, timeout_s: float) -> dict[str, SaveId | None]:
     # Names of the plan itself: the directories that go may be those that decided on a name format.
     prefix = plan.steps[0].name.rpartition("_")[0]
     found = {each.place.url: each for each in read_root(place, ancestry, step_prefix=prefix).steps}
-    stays = [each for each in plan.steps if each.act == "keep" and (each.step == plan.proven or _NEWER in each.reasons)]
+    stays = [each for each in plan.steps if each.step == plan.proven and each.act == "keep"]
     whole = all(
         each.path in found and found[each.path].state == "committed" and found[each.path].save_id == each.save_id
         for each in stays

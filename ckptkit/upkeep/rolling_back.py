@@ -98,14 +98,8 @@ def plan_rollback(
                 with suppress(StoreError):  # `rollback` looks again
                     held.enter_context(_held(listing.root, step, timeout_s))
             _verify(entry, listing.root, timeout_s, progress)
-    durable = [each for each in read_root(place, before, step_prefix=step_prefix).steps if each.step == step]
-    if entry.save_id is None and any(each.identity.of_another_root for each in durable):
-        raise CheckpointError(
-            f"{listing.root} is not rolled back: step {step} is of another root, so it counts as the oldest. To "
-            f"continue from it, restore it in the job, with `manager.restore({step})`, and save",
-            step=step,
-            path=listing.root,
-        )
+    if entry.save_id is None:
+        _require_of_this_root(place, before, step, step_prefix)
     identity = entry.save_id or before.of_stock(step)
     live = [each for each in listing.steps if each.state in ("committed", "partial")]
     newer = tuple(each for each in live if (each.save_id or before.of_stock(each.step)) > identity)
@@ -174,6 +168,18 @@ def _require_there(plan: RollbackPlan, timeout_s: float) -> None:
             f"{plan.root} is not rolled back: step {plan.step} was deleted or saved anew meanwhile; run it again",
             step=plan.step,
             path=plan.root,
+        )
+
+
+def _require_of_this_root(place: Place, ancestry: Ancestry, step: int, step_prefix: str | None) -> None:
+    """Raises `CheckpointError` for a step of another root: no rollback makes it the newest. Cost: as `read_root`."""
+    durable = read_root(place, ancestry, step_prefix=step_prefix).steps
+    if any(each.step == step and each.identity.of_another_root for each in durable):
+        raise CheckpointError(
+            f"{place.url} is not rolled back: step {step} is of another root, so it counts as the oldest. To continue "
+            f"from it, restore it in the job, with `manager.restore({step})`, and save",
+            step=step,
+            path=place.url,
         )
 
 
